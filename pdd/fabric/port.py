@@ -1,0 +1,192 @@
+"""What a fabric must do: the seam between pdd and whatever moves its bytes.
+
+A request's life meets the fabric twice. The decoder calls `expect` before its ticket leaves and gets one
+`CountReached` when all pieces have been placed. The prefiller calls `write` once for each chunk, and the fabric posts
+layer after layer as the executor's counter passes; each accepted `write` ends in one `WriteDone`, whatever happens.
+
+One port serves one rank. Calls are made from one thread (the event loop's) and never block, `open` and
+`close` apart. libfabric.py is the real port, loopback.py the one for simulations.
+"""
+
+from __future__ import annotations
+
+from typing import NewType, Protocol
+
+import msgspec
+
+from pdd.base.ids import Immediate
+
+Peer = NewType("Peer", int)
+"""Handle of a remote endpoint."""
+Memory = NewType("Memory", int)
+"""Handle of one registration; the same bytes may be registered many times, with a key for each peer."""
+Watch = NewType("Watch", int)
+"""Handle of a layer counter that writes can be armed on."""
+Token = NewType("Token", int)
+"""Caller's number for one write; unique among those in flight."""
+
+
+class ProviderInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What was opened, for logs and `pdctl peers`."""
+
+    provider: str
+    """libfabric's own name, for example `net` or `tcp;ofi_rxm`."""
+    library_version: str
+    pages_per_write: int
+    """Most (local, remote) pairs in one write: rma_iov_limit."""
+    max_write_bytes: int
+    fences: bool
+    """True when a closed memory key surely stops late writes of the peer that held it."""
+
+
+class RegisteredMemory(msgspec.Struct, frozen=True):
+    memory: Memory
+    key: int
+    """What a peer must present to write here (64 bits)."""
+    base: int
+    """What the peer writes as the address of the first byte: 0 or the virtual address, as the provider wants."""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """A contiguous run of bytes inside a (source page, target page) pair."""
+
+    source_offset_bytes: int
+    target_offset_bytes: int
+    length_bytes: int
+
+
+class Write(msgspec.Struct, frozen=True, kw_only=True):
+    """All layers of one chunk for one peer. For layer l, pair i and piece p it copies `length_bytes` from
+    `source_base + l * source_layer_bytes + source_pages[i] * source_page_bytes + source_offset_bytes` (our address) to
+    `target_base + l * target_layer_bytes + target_pages[i] * target_page_bytes + target_offset_bytes` (the peer's).
+
+    Layer l is posted when the watch's counter is at least `counter_base + l + 1`; without a watch all at once.
+    Every piece adds one to the target's count for `immediate`, however pieces are joined into writes.
+    """
+
+    token: Token
+    peer: Peer
+    memory: Memory
+    key: int
+    immediate: Immediate
+    num_layers: int
+    source_base: int
+    source_layer_bytes: int
+    source_page_bytes: int
+    target_base: int
+    target_layer_bytes: int
+    target_page_bytes: int
+    source_pages: tuple[int, ...]
+    target_pages: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    watch: Watch | None = None
+    counter_base: int = 0
+
+
+class WriteDone(msgspec.Struct, frozen=True):
+    """The one end of an accepted write. Its source pages may be reused."""
+
+    token: Token
+    error: int
+    """0, or a positive errno; ECANCELED after `cancel`, `drop_peer` and `close`."""
+    num_pieces: int
+    """Pieces that were posted, so that may arrive: all of them when error is 0."""
+    num_bytes: int
+
+
+class CountReached(msgspec.Struct, frozen=True):
+    """All expected pieces of an immediate have been placed in memory. Comes once for each `expect`."""
+
+    immediate: Immediate
+    first_s: float
+    """time.monotonic() of the first and of the last piece's arrival."""
+    last_s: float
+
+
+class StrayWrite(msgspec.Struct, frozen=True):
+    """A piece arrived whose immediate nobody expects (late, or not ours). Never counted as progress."""
+
+    immediate: Immediate
+    num_pieces: int
+
+
+class PortFailed(msgspec.Struct, frozen=True):
+    """The endpoint is broken for good: nothing will arrive any more. All writes have ended."""
+
+    error: int
+
+
+Event = WriteDone | CountReached | StrayWrite | PortFailed
+
+
+class FabricPort(Protocol):
+    @property
+    def info(self) -> ProviderInfo: ...
+
+    @property
+    def address(self) -> bytes:
+        """What a peer passes to `add_peer`."""
+        ...
+
+    def register(self, address: int, length_bytes: int) -> RegisteredMemory:
+        """Registers process memory for local reads and remote writes. Raises FabricError."""
+        ...
+
+    def release(self, memory: Memory) -> None:
+        """Closes the key: a write that presents it afterwards is not placed (where `info.fences`)."""
+        ...
+
+    def add_peer(self, address: bytes) -> Peer:
+        """Raises FabricError when the address is not one of this provider's."""
+        ...
+
+    def drop_peer(self, peer: Peer) -> None:
+        """Ends every write to it with ECANCELED; the handle is dead afterwards."""
+        ...
+
+    def watch(self, counter_address: int, wake_fd: int) -> Watch:
+        """Lets writes be armed on the u64 at a process address. `wake_fd` is an eventfd that the executor writes
+        after each raise; -1: the counter is polled while writes are armed on it. The caller keeps the fd open."""
+        ...
+
+    def unwatch(self, watch: Watch) -> None:
+        """Ends the writes armed on it with ECANCELED, as far as they are not posted."""
+        ...
+
+    def expect(self, immediate: Immediate, num_pieces: int) -> None:
+        """Arms the count. Raises FabricError (EEXIST) when the immediate's slot is armed already."""
+        ...
+
+    def arrived(self, immediate: Immediate) -> int:
+        """Pieces placed so far; 0 when not expected."""
+        ...
+
+    def change_expected(self, immediate: Immediate, num_pieces: int) -> None:
+        """Sets a new goal for an armed immediate: after a cancel, the number of pieces that were really posted.
+        CountReached comes when that is or was already reached."""
+        ...
+
+    def unexpect(self, immediate: Immediate) -> int:
+        """Disarms; later pieces are strays. Returns the pieces placed so far."""
+        ...
+
+    def write(self, write: Write) -> None:
+        """Accepts a write. Raises FabricBusy when no completion slot is free (nothing was accepted)."""
+        ...
+
+    def cancel(self, token: Token) -> None:
+        """Posts nothing more of that write; its WriteDone follows when what was posted has completed locally.
+        Unknown or ended tokens are ignored."""
+        ...
+
+    def fileno(self) -> int:
+        """Readable while events wait."""
+        ...
+
+    def events(self) -> list[Event]:
+        """Takes the events that wait, oldest first."""
+        ...
+
+    def close(self) -> None:
+        """Ends every write (its WriteDone is then still in `events`) and frees the endpoint."""
+        ...

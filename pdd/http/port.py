@@ -1,0 +1,38 @@
+"""What the HTTP floor needs from the daemon that it stands in; the node provides it, tests fake it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from pdd.base.ids import RequestId
+from pdd.lifecycle.request import GenerateRequest, TokenOutput
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    ready: bool
+    reason: str
+    """One sentence for an operator; also when ready (for example that no prefiller is reachable)."""
+
+
+class Generator(Protocol):
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+        """Yields outputs until one is `last`. Raises PddError (QueueFull, NoPath, ...) before the first output
+        when the request cannot be taken. Closing the iterator early cancels the request."""
+        ...
+
+    def stop(self, request: RequestId) -> None:
+        """A stop string was found: the request ends with success and yields nothing more."""
+        ...
+
+    def readiness(self) -> Readiness: ...
+
+    def health(self) -> dict[str, object]:
+        """Facts for /health: JSON values only."""
+        ...
+
+    def metrics_text(self) -> bytes:
+        """Prometheus text exposition."""
+        ...

@@ -1,0 +1,88 @@
+"""What is asked for and what comes back: the values that cross every floor in a request's life."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from pdd.base.ids import RequestId
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are chosen. Checked and completed by the HTTP floor; engines take it as it is.
+
+    Stop strings are not here: they are text, and text is the frontend's business (it ends the request itself).
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    seed: int = 0
+    """The random number of a token depends on (seed, position) alone: not on the batch, the replica or a retry."""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the sequence, end-of-sequence tokens included; not sampled before `min_tokens`."""
+    num_logprobs: int | None = None
+    """None: no logprobs. k >= 0: the sampled token's logprob and the k most likely ones."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate."""
+
+    id: RequestId
+    prompt: tuple[int, ...]
+    """Token ids, at least one."""
+    sampling: SamplingParams
+    timeout_s: float | None = None
+    """Time from submission to the last token, queueing included; None: the topology's default."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Natural-log probabilities of one sampled position, before temperature and penalties."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """(token id, logprob), most likely first; `num_logprobs` of them."""
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """A PddError as data: what a frontend needs to answer the client."""
+
+    code: str
+    message: str
+    http_status: int
+    retryable: bool
+
+
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of a request as they come; the last one has `finish_reason` or `error`."""
+
+    request: RequestId
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """As many as tokens where logprobs were asked for, else empty."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found in the decode replica's prefix cache."""
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    """The stop token that ended the request; it is also the last of `tokens`."""
+    error: ErrorInfo | None = None
+
+    @property
+    def last(self) -> bool:
+        return self.finish_reason is not None or self.error is not None

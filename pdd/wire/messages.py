@@ -1,0 +1,186 @@
+"""Every message between daemons, versioned as a whole by PROTOCOL.
+
+A link first exchanges `Hello`, `Proof` and (when both fit) `Announce` (see link.py); then come, in a request's order:
+
+    frontend -> decoder      Submit, Cancel
+    decoder  -> frontend     Output
+    decoder  -> prefiller    Grant (once a link), PrefillRequest, CancelPrefill
+    prefiller -> decoder     PrefillAccepted | PrefillRejected, PrefillEnded, PrefillStopped
+    both                     Load with each heartbeat
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdd.base.ids import Immediate, Incarnation, NodeName, PageId, ReplicaName, RequestId
+from pdd.lifecycle.request import GenerateRequest, TokenOutput
+from pdd.memory.layout import KvLayout
+
+PROTOCOL = 1
+"""Raised with every change that an older daemon would misread."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all frames."""
+
+
+class Hello(Message, frozen=True):
+    """First frame of each side, in clear: who I am and a challenge."""
+
+    protocol: int
+    cluster: str
+    node: NodeName
+    incarnation: Incarnation
+    nonce: bytes
+    """32 random bytes, new for each link."""
+
+
+class Proof(Message, frozen=True):
+    """HMAC-SHA256 by the cluster key over both hellos and the side: the peer has the key, now."""
+
+    mac: bytes
+
+
+class Refusal(Message, frozen=True):
+    """Last frame before the link is closed: why."""
+
+    code: str
+    reason: str
+
+
+class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
+    rank: int
+    fabric_provider: str
+    fabric_address: bytes
+
+
+class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer must know of a replica to send it work."""
+
+    name: ReplicaName
+    role: str
+    model_digest: str
+    """Over the packed model's config and weights: equal for equal models."""
+    layout: KvLayout
+    ranks: tuple[RankInfo, ...]
+    max_sequences: int
+
+
+class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
+    name: ReplicaName
+    ready: bool
+    free_pages: int
+    num_queued: int
+    num_running: int
+    queued_tokens: int
+    """Prompt tokens that are waiting or being prefilled."""
+
+
+class Announce(Message, frozen=True):
+    """The replicas of the sender that are up; sent after the handshake and at each change."""
+
+    replicas: tuple[ReplicaInfo, ...]
+
+
+class Load(Message, frozen=True):
+    """Sent as the heartbeat."""
+
+    sequence: int
+    replicas: tuple[ReplicaLoad, ...]
+
+
+class Submit(Message, frozen=True):
+    replica: ReplicaName
+    request: GenerateRequest
+
+
+class Output(Message, frozen=True):
+    output: TokenOutput
+
+
+class Cancel(Message, frozen=True):
+    request: RequestId
+    stopped: bool
+    """True: a stop string ended it (that is success). False: nobody wants the answer any more."""
+
+
+class Grant(Message, frozen=True):
+    """The sender's decode rank lets the receiving incarnation write into its arena, with a key made for it alone."""
+
+    replica: ReplicaName
+    rank: int
+    key: int
+    base: int
+
+
+class PrefillRequest(Message, frozen=True):
+    """The ticket: prefill `prompt` without its last token and write the KV from position `start_token` on to me."""
+
+    request: RequestId
+    source_replica: ReplicaName
+    target_replica: ReplicaName
+    target_incarnation: Incarnation
+    layout_digest: str
+    prompt: tuple[int, ...]
+    start_token: int
+    """First position that the target lacks; a multiple of its page_tokens."""
+    target_pages: tuple[PageId, ...]
+    immediate: Immediate
+    lease_s: float
+
+
+class PrefillAccepted(Message, frozen=True):
+    request: RequestId
+    immediate: Immediate
+
+
+class PrefillRejected(Message, frozen=True):
+    """Nothing was and nothing will be written for this ticket."""
+
+    request: RequestId
+    immediate: Immediate
+    code: str
+    reason: str
+
+
+class PrefillEnded(Message, frozen=True):
+    """The last chunk has been computed: what is not yet there is on its way. Tells the story; never means ready."""
+
+    request: RequestId
+    immediate: Immediate
+    num_cached_tokens: int
+    compute_s: float
+
+
+class CancelPrefill(Message, frozen=True):
+    request: RequestId
+    immediate: Immediate
+
+
+class PrefillStopped(Message, frozen=True):
+    """After CancelPrefill, a failure or a lease that ran out: no more will be posted; `num_pieces` were."""
+
+    request: RequestId
+    immediate: Immediate
+    num_pieces: int
+    reason: str
+
+
+AnyMessage = (
+    Hello
+    | Proof
+    | Refusal
+    | Announce
+    | Load
+    | Submit
+    | Output
+    | Cancel
+    | Grant
+    | PrefillRequest
+    | PrefillAccepted
+    | PrefillRejected
+    | PrefillEnded
+    | CancelPrefill
+    | PrefillStopped
+)
