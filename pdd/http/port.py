@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 import msgspec
@@ -18,9 +18,9 @@ class Readiness(msgspec.Struct, frozen=True):
 
 
 class Generator(Protocol):
-    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenOutput]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenOutput, None]:
         """Yields outputs until one is `last`. Raises PddError (QueueFull, NoPath, ...) before the first output
-        when the request cannot be taken. Closing the iterator early cancels the request."""
+        when the request cannot be taken. Closing the generator early cancels the request."""
         ...
 
     def stop(self, request: RequestId) -> None:
