@@ -1,7 +1,7 @@
 """What pdctl and a daemon say to each other over the admin socket (a Unix socket, mode 0600).
 
-One JSON object a line each way: an AdminRequest, then an AdminReply; a connection may carry many, in turn. `result` of a
-reply is the JSON form of the struct that the command names below.
+One JSON object a line each way: an AdminRequest, then an AdminReply; a connection may carry many, in turn. `result` of
+a reply is the JSON form of the struct that the command names below.
 """
 
 from __future__ import annotations
