@@ -1,0 +1,73 @@
+"""What makes a process a service: logs, signals, and the words that systemd wants to hear."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+import structlog
+
+
+def set_up_logs(level: str, *, node: str) -> None:
+    """Structured lines on stderr: readable on a terminal, logfmt elsewhere."""
+    renderer = (
+        structlog.dev.ConsoleRenderer()
+        if sys.stderr.isatty()
+        else structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "node", "event"], drop_missing=True)
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(node=node)
+
+
+def on_signals(stop: Callable[[str], None]) -> None:
+    """Calls `stop` with the signal's name. To be called again after libfabric was opened: it installs its own."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, signal.Signals(number).name)
+
+
+class Notifier:
+    """sd_notify(3): datagrams to $NOTIFY_SOCKET; says nothing where systemd does not listen."""
+
+    def __init__(self, environment: dict[str, str] | os._Environ[str] = os.environ) -> None:
+        address = environment.get("NOTIFY_SOCKET", "")
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        self.watchdog_s = int(environment.get("WATCHDOG_USEC", "0")) / 1e6
+        """How often systemd expects `alive`; 0: never."""
+
+    def ready(self, status: str) -> None:
+        self._send(f"READY=1\nSTATUS={status}")
+
+    def status(self, status: str) -> None:
+        self._send(f"STATUS={status}")
+
+    def alive(self) -> None:
+        self._send("WATCHDOG=1")
+
+    def stopping(self, extend_s: float) -> None:
+        self._send(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={int(extend_s * 1e6)}")
+
+    def _send(self, text: str) -> None:
+        if not self._address:
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+            try:
+                sock.sendto(text.encode(), self._address)
+            except OSError as error:
+                structlog.get_logger(__name__).warning("systemd was not told", text=text, error=str(error))
