@@ -1,0 +1,190 @@
+"""The executor process, `python -m pdd.engine.worker --fd N`: one rank of a replica, steps in, tokens out.
+
+Started by the daemon with one end of a Unix socket pair. It holds the model and the arena, and lives exactly as long
+as the daemon's end of the socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from pdd.base.errors import InvariantBroken, ModelInvalid, OperatorError, TopologyInvalid
+from pdd.engine.config import ModelConfig
+from pdd.engine.protocol import ExecutorConfig, ExecutorFailed, ExecutorReady, FromExecutor, Step, StepDone
+from pdd.engine.runner import LayerProgress, Model, Runner
+from pdd.engine.toy import ToyModel
+from pdd.memory.arena import Arena, LayerCounter, WakeFd
+from pdd.memory.layout import KvLayout
+
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+"""Longer frames are refused: a step is a few hundred kilobytes at most."""
+_PR_SET_PDEATHSIG = 1
+
+T = TypeVar("T")
+
+
+class Channel:
+    """The executor's end of the socket: whole frames in and out, blocking."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def receive(self) -> bytes | None:
+        """The next frame's body; None where the daemon has closed. Raises InvariantBroken for an oversized frame."""
+        header = self._exactly(4)
+        if header is None:
+            return None
+        num_bytes = int.from_bytes(header, "little")
+        if num_bytes > MAX_FRAME_BYTES:
+            raise InvariantBroken(f"the daemon announced a frame of {num_bytes} bytes; the limit is {MAX_FRAME_BYTES}")
+        return self._exactly(num_bytes)
+
+    def send(self, message: FromExecutor, fds: tuple[int, ...] = ()) -> None:
+        """Descriptors ride with the first byte. Raises BrokenPipeError where the daemon is gone."""
+        body = msgspec.msgpack.encode(message)
+        frame = memoryview(len(body).to_bytes(4, "little") + body)
+        num_sent = socket.send_fds(self._socket, [frame], fds) if fds else 0
+        self._socket.sendall(frame[num_sent:])
+
+    def _exactly(self, num_bytes: int) -> bytes | None:
+        data = bytearray()
+        while len(data) < num_bytes:
+            part = self._socket.recv(min(num_bytes - len(data), 1024 * 1024))
+            if not part:
+                return None
+            data += part
+        return bytes(data)
+
+
+def serve(channel: Channel) -> None:
+    """From the first frame until the daemon closes. Raises what it cannot mend."""
+    body = channel.receive()
+    if body is None:
+        return
+    config = _decoded(body, ExecutorConfig)
+    _pin(config)
+    started_s = time.monotonic()
+    model_config = read_model_config(Path(config.model_dir))
+    arena = Arena.create(plan_layout(model_config, config))
+    counter, wake = LayerCounter.create(), WakeFd.create()
+    model = build_model(model_config, config, arena, LayerProgress(counter, wake))
+    runner = Runner(model, arena.layout, model_config.vocab_size)
+    ready = ExecutorReady(layout=arena.layout, load_s=time.monotonic() - started_s, resident_bytes=resident_bytes())
+    channel.send(ready, (arena.fd, counter.fd, wake.fd))
+    while (body := channel.receive()) is not None:
+        step = _decoded(body, Step)
+        started_s = time.monotonic()
+        sampled = runner.step(step)
+        channel.send(StepDone(number=step.number, sampled=sampled, compute_s=time.monotonic() - started_s))
+
+
+def read_model_config(model_dir: Path) -> ModelConfig:
+    """Raises ModelInvalid where the packed directory has no readable `config.json`."""
+    path = model_dir / "config.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ModelConfig)
+    except OSError as error:
+        raise ModelInvalid(f"{path}: {error.strerror}; is this a packed model directory?") from error
+    except msgspec.MsgspecError as error:
+        raise ModelInvalid(f"{path}: {error}; pack the model again") from error
+
+
+def plan_layout(model: ModelConfig, config: ExecutorConfig) -> KvLayout:
+    """As many pages as `kv_bytes` holds. Raises TopologyInvalid where that is not even one."""
+    layout = KvLayout(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        page_tokens=config.page_tokens,
+        dtype=config.dtype,
+        num_pages=0,
+    )
+    across_layers = layout.num_layers * layout.page_bytes
+    num_pages = config.kv_bytes // across_layers
+    if num_pages < 1:
+        raise TopologyInvalid(
+            f"{config.replica}: kv_bytes is {config.kv_bytes}, but one page of {config.page_tokens} tokens takes "
+            f"{across_layers} bytes over {layout.num_layers} layers; raise kv_bytes"
+        )
+    return msgspec.structs.replace(layout, num_pages=num_pages)
+
+
+def build_model(model: ModelConfig, config: ExecutorConfig, arena: Arena, progress: LayerProgress) -> Model:
+    """Only an executor whose model needs torch imports it."""
+    if model.architecture == "toy":
+        return ToyModel(model, arena, progress)
+    from pdd.engine.models.llama import load_llama  # noqa: PLC0415
+
+    return load_llama(model, config, arena, progress)
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def _pin(config: ExecutorConfig) -> None:
+    """Before anything starts a thread: threads inherit the affinity, and OpenMP reads the count once."""
+    if config.cores:
+        try:
+            os.sched_setaffinity(0, config.cores)
+        except OSError as error:
+            raise OperatorError(
+                f"{config.replica}: cannot run on cores {list(config.cores)}: {error.strerror}; "
+                f"this machine allows {sorted(os.sched_getaffinity(0))}"
+            ) from error
+    os.environ["OMP_NUM_THREADS"] = str(config.threads)
+
+
+def _decoded(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise InvariantBroken(f"the daemon sent a frame that is no {kind.__name__}: {error}") from error
+
+
+def _die_with_parent() -> None:
+    """The socket's end of file ends us between steps; this also within a long one. An interrupt is the daemon's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _fail(channel: Channel, error: Exception) -> int:
+    """Tell the daemon, leave the traceback on stderr, and answer with the exit code."""
+    traceback.print_exception(error)
+    known = isinstance(error, OperatorError)
+    message = str(error) if known else f"{type(error).__name__}: {error}"
+    exit_code = error.exit_code if isinstance(error, OperatorError) else 1
+    channel.send(ExecutorFailed(message=message, exit_code=exit_code))
+    return exit_code
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m pdd.engine.worker", description="Executor; the daemon starts it.")
+    parser.add_argument("--fd", type=int, required=True, help="this end of the socket pair")
+    _die_with_parent()
+    with socket.socket(fileno=parser.parse_args(arguments).fd) as sock:
+        channel = Channel(sock)
+        try:
+            serve(channel)
+        except ConnectionError:
+            return 0  # the daemon went away while we answered
+        except Exception as error:
+            return _fail(channel, error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""The executor as a real process, with the toy model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pdd.engine.config import ModelConfig, Rope
+from pdd.engine.protocol import (
+    ExecutorConfig,
+    ExecutorFailed,
+    ExecutorReady,
+    FromExecutor,
+    Row,
+    StartSequence,
+    Step,
+    StepDone,
+)
+from pdd.engine.toy import continuation
+from pdd.lifecycle.request import SamplingParams
+from pdd.memory.arena import Arena, LayerCounter, WakeFd
+
+MODEL = ModelConfig(
+    architecture="toy", num_layers=3, hidden_size=0, num_heads=2, num_kv_heads=2, head_dim=8, intermediate_size=0,
+    vocab_size=256, max_position=512, rms_norm_eps=1e-5, rope=Rope(base=1e4), qkv_bias=False, output_bias=False,
+    mlp_bias=False, qk_norm=False, tied_embeddings=True,
+)  # fmt: skip
+
+
+class Executor:
+    """The daemon's end, blocking."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair()
+        self.socket.settimeout(60)
+        command = [sys.executable, "-m", "pdd.engine.worker", "--fd", str(theirs.fileno())]
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
+        theirs.close()
+
+    def send(self, message: object) -> None:
+        self.send_body(msgspec.msgpack.encode(message))
+
+    def send_body(self, body: bytes) -> None:
+        self.socket.sendall(len(body).to_bytes(4, "little") + body)
+
+    def receive(self) -> tuple[FromExecutor, list[int]]:
+        data, fds, _, _ = socket.recv_fds(self.socket, 4, 8)
+        while len(data) < 4:
+            data += self.socket.recv(4 - len(data))
+        body = b""
+        while len(body) < int.from_bytes(data, "little"):
+            body += self.socket.recv(int.from_bytes(data, "little") - len(body))
+        return msgspec.msgpack.decode(body, type=FromExecutor), fds
+
+    def end(self) -> tuple[int, str]:
+        """Close, and wait for exit code and stderr."""
+        self.socket.close()
+        _, stderr = self.process.communicate(timeout=60)
+        return self.process.returncode, stderr.decode()
+
+
+@pytest.fixture
+def executor() -> Iterator[Executor]:
+    executor = Executor()
+    yield executor
+    executor.socket.close()
+    executor.process.kill()
+    executor.process.communicate()
+
+
+def config(tmp_path: Path, **changes: object) -> ExecutorConfig:
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(MODEL))
+    cores = tuple(os.sched_getaffinity(0))[:1]
+    values = ExecutorConfig(
+        replica="node/0", rank=0, role="colocated", model_dir=str(tmp_path), dtype="float32", page_tokens=4,
+        kv_bytes=1 << 20, chunk_tokens=64, max_sequences=4, cores=cores, threads=1,
+    )  # fmt: skip
+    return msgspec.structs.replace(values, **changes)
+
+
+def ready(executor: Executor, tmp_path: Path) -> tuple[Arena, LayerCounter, WakeFd]:
+    executor.send(config(tmp_path))
+    message, (arena_fd, counter_fd, wake_fd) = executor.receive()
+    assert isinstance(message, ExecutorReady)
+    assert message.layout.num_pages == (1 << 20) // (3 * message.layout.page_bytes)
+    assert message.resident_bytes > 1 << 20
+    return Arena.map(arena_fd, message.layout), LayerCounter.map(counter_fd), WakeFd(wake_fd)
+
+
+def failure(executor: Executor) -> ExecutorFailed:
+    message, _ = executor.receive()
+    assert isinstance(message, ExecutorFailed)
+    return message
+
+
+def test_steps_give_the_toys_text_and_raise_the_counter(executor: Executor, tmp_path: Path) -> None:
+    arena, counter, wake = ready(executor, tmp_path)
+    prompt, pages = list(b"one page is not enough"), [9, 3, 7, 1, 8, 2, 0, 4, 6]
+    expected = continuation(MODEL, arena.layout, prompt, 3)
+    start = StartSequence(1, prompt, [], pages, SamplingParams(max_tokens=3))  # type: ignore[arg-type]
+    executor.send(Step(number=1, release=[], start=[start], rows=[Row(1, 0, prompt, [], True)]))  # type: ignore[arg-type]
+    text = []
+    for number in (1, 2, 3):
+        message, _ = executor.receive()
+        assert isinstance(message, StepDone)
+        assert message.number == number
+        assert counter.read() == 3 * number
+        text += [sampled.token for sampled in message.sampled]
+        row = Row(1, len(prompt) + number - 1, text[-1:], [], True)  # type: ignore[arg-type]
+        executor.send(Step(number=number + 1, release=[], start=[], rows=[row]))
+    assert text == expected
+    executor.receive()
+    assert wake.drain() == 12
+    executor.send(Step(number=9, release=[1], start=[], rows=[]))  # type: ignore[list-item]
+    message, _ = executor.receive()
+    assert isinstance(message, StepDone)
+    assert (message.number, message.sampled) == (9, [])
+    assert counter.read() == 12
+    for one in (arena, counter, wake):
+        one.close()
+    assert executor.end() == (0, "")
+
+
+def test_end_of_file_before_the_first_frame_is_a_quiet_exit(executor: Executor) -> None:
+    assert executor.end() == (0, "")
+
+
+def test_the_toy_needs_no_torch() -> None:
+    command = "import sys, pdd.engine.worker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("frame", [b"garbage", msgspec.msgpack.encode({"replica": 3}), b""])
+def test_a_malformed_frame_ends_the_executor_with_a_reason(executor: Executor, frame: bytes) -> None:
+    executor.send_body(frame)
+    assert "no ExecutorConfig" in failure(executor).message
+    code, stderr = executor.end()
+    assert code == 1
+    assert "Traceback" in stderr
+
+
+def test_an_oversized_frame_is_refused_unread(executor: Executor) -> None:
+    executor.socket.sendall((1 << 31).to_bytes(4, "little"))
+    assert "2147483648 bytes" in failure(executor).message
+    assert executor.end()[0] == 1
+
+
+def test_a_row_of_an_unknown_sequence_is_an_error(executor: Executor, tmp_path: Path) -> None:
+    for one in ready(executor, tmp_path):
+        one.close()
+    executor.send(Step(number=1, release=[], start=[], rows=[Row(5, 0, [1], [], False)]))  # type: ignore[arg-type]
+    assert "sequence 5" in failure(executor).message
+    assert executor.end()[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "exit_code"),
+    [
+        ({"kv_bytes": 1000}, "kv_bytes is 1000", 4),
+        ({"model_dir": "/nonexistent"}, "/nonexistent/config.json", 4),
+        ({"cores": (4095,)}, "cores [4095]", 1),
+    ],
+)
+def test_faults_of_the_operator_are_told(
+    executor: Executor, tmp_path: Path, changes: dict[str, object], words: str, exit_code: int
+) -> None:
+    executor.send(config(tmp_path, **changes))
+    message = failure(executor)
+    assert words in message.message
+    assert message.exit_code == executor.end()[0] == exit_code
+
+
+def test_an_interrupt_is_ignored_and_a_termination_is_not(executor: Executor, tmp_path: Path) -> None:
+    for one in ready(executor, tmp_path):
+        one.close()
+    executor.process.send_signal(signal.SIGINT)
+    executor.send(Step(number=1, release=[], start=[], rows=[]))
+    assert isinstance(executor.receive()[0], StepDone)
+    executor.process.send_signal(signal.SIGTERM)
+    assert executor.process.wait(60) == -signal.SIGTERM
