@@ -1,0 +1,243 @@
+"""Before any request: the rules between fields of a topology that no single field can break.
+
+Pure: `problems` names what makes a topology unusable, `warnings` what is allowed but probably not meant, and
+`check_local` what only the machine that runs a node can know.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from itertools import combinations
+
+import msgspec
+
+from pdd.base.errors import TopologyInvalid
+from pdd.base.ids import NodeName
+from pdd.topology.faults import KeyPath, dotted
+from pdd.topology.model import Node, Provider, Replica, Role, Topology
+from pdd.topology.run_dir import MAX_SOCKET_PATH_BYTES, run_dir, socket_path_bytes
+
+VERSION = 1
+"""The topology language that this pdd reads."""
+MAX_PAGE_TOKENS = 256
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_WILDCARDS = {"0.0.0.0", "::"}  # noqa: S104 - compared with, not listened on
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """One broken rule."""
+
+    at: KeyPath
+    text: str
+    other: tuple[KeyPath, ...] = ()
+    """Where the other side of a clash stands: the message ends with its line."""
+    relies_on: tuple[KeyPath, ...] = ()
+    """Further values that the rule looked at."""
+
+
+def problems(topology: Topology) -> Iterator[Problem]:
+    """Everything that makes the topology unusable."""
+    yield from _cluster(topology)
+    yield from _names(topology)
+    yield from _ports(topology)
+    yield from _roles(topology)
+    yield from _http(topology)
+    yield from _pages(topology)
+    yield from _ranks(topology)
+    yield from _hosts(topology)
+
+
+def warnings(topology: Topology) -> list[str]:
+    """What is allowed but probably not meant, one sentence each."""
+    return [*_shared_cores(topology), *_idle_threads(topology), *_open_ports(topology)]
+
+
+def check_local(topology: Topology, node: NodeName) -> None:
+    """What a daemon checks of its own node before it starts anything.
+
+    Raises TopologyInvalid with one line a fault: an unknown node, cores that this machine does not have (or that this
+    process may not use), an admin socket whose path is too long for the system.
+    """
+    if node not in topology.nodes:
+        raise TopologyInvalid(f"node {node} is not in the topology: it has {', '.join(topology.nodes)}")
+    usable = os.sched_getaffinity(0)
+    faults = [
+        f"{dotted(path)}.cores: core {core} is not usable here: {', '.join(map(str, sorted(usable)))} are"
+        for path, replica in _replicas(topology)
+        if path[1] == node
+        for core in replica.cores
+        if core not in usable
+    ]
+    length_bytes = socket_path_bytes(run_dir(topology), node)
+    if length_bytes > MAX_SOCKET_PATH_BYTES:
+        text = f"the admin socket's path has {length_bytes} bytes, the system allows {MAX_SOCKET_PATH_BYTES}"
+        faults.append(f"cluster.run_dir: {text}: name a shorter directory")
+    if faults:
+        raise TopologyInvalid("\n".join(faults))
+
+
+def _replicas(topology: Topology) -> Iterator[tuple[KeyPath, Replica]]:
+    for name, node in topology.nodes.items():
+        for index, replica in enumerate(node.replicas):
+            yield ("nodes", name, "replicas", index), replica
+
+
+def _cluster(topology: Topology) -> Iterator[Problem]:
+    if topology.version != VERSION:
+        yield Problem(at=("version",), text=f"{topology.version}: this pdd reads version {VERSION}")
+    cluster = topology.cluster
+    if not _NAME.fullmatch(cluster.name):
+        yield Problem(at=("cluster", "name"), text=_NAME_RULE)
+    if cluster.heartbeat_s >= cluster.silence_s:
+        text = f"heartbeat_s {cluster.heartbeat_s:g} is not less than silence_s {cluster.silence_s:g}"
+        yield Problem(
+            at=("cluster", "heartbeat_s"),
+            text=f"{text}: every peer would count as lost between two heartbeats",
+            relies_on=(("cluster", "silence_s"),),
+        )
+
+
+_NAME_RULE = "a name is 1 to 63 letters, digits, `-`, `_` or `.`, and starts with a letter or digit"
+
+
+def _names(topology: Topology) -> Iterator[Problem]:
+    if not topology.nodes:
+        yield Problem(at=("nodes",), text="no node: a topology has at least one")
+    for name in topology.nodes:
+        if not _NAME.fullmatch(name):
+            yield Problem(at=("nodes", name), text=_NAME_RULE)
+
+
+def _machine(node: Node) -> str:
+    """Nodes of one machine share its ports and cores."""
+    return "loopback" if node.host.startswith("127.") or node.host in {"localhost", "::1"} else node.host
+
+
+def _addresses(topology: Topology) -> Iterator[tuple[KeyPath, str, str, int]]:
+    """(path, machine, host, port) of everything that is listened on."""
+    for name, node in topology.nodes.items():
+        yield ("nodes", name, "control_port"), _machine(node), node.host, node.control_port
+        if node.http is not None:
+            yield ("nodes", name, "http", "port"), _machine(node), node.http.host, node.http.port
+
+
+def _ports(topology: Topology) -> Iterator[Problem]:
+    first: dict[tuple[str, int], list[tuple[KeyPath, str]]] = {}
+    for path, machine, host, port in _addresses(topology):
+        address = "127.0.0.1" if host == "localhost" else host
+        same = first.setdefault((machine, port), [])
+        for other, other_address in same:
+            if address == other_address or {address, other_address} & _WILDCARDS:
+                text = f"port {port} of {host} is taken by {dotted(other)}"
+                hosts = tuple((*p[:-1], "host") for p in (path, other))
+                yield Problem(at=path, text=text, other=(other,), relies_on=hosts)
+                break
+        same.append((path, address))
+
+
+def _roles(topology: Topology) -> Iterator[Problem]:
+    by_role: dict[Role, list[KeyPath]] = {role: [] for role in Role}
+    for path, replica in _replicas(topology):
+        by_role[replica.role].append(path)
+    relies_on = tuple(
+        [("nodes",)]
+        + [("nodes", name, "replicas") for name in topology.nodes]
+        + [(*path, "role") for path, _ in _replicas(topology)]
+    )
+    if topology.nodes and not any(by_role.values()):
+        yield Problem(at=("nodes",), text="no node has a replica: nothing would serve", relies_on=relies_on)
+    for role, other, work in (
+        (Role.DECODE, Role.PREFILL, "prefills for it: add a replica with role prefill, or make this one colocated"),
+        (
+            Role.PREFILL,
+            Role.DECODE,
+            "decodes what it prefills: add a replica with role decode, or make this one colocated",
+        ),
+    ):
+        if by_role[role] and not by_role[other]:
+            yield Problem(at=(*by_role[role][0], "role"), text=f"{role}, but no replica {work}", relies_on=relies_on)
+
+
+def _http(topology: Topology) -> Iterator[Problem]:
+    if topology.nodes and all(node.http is None for node in topology.nodes.values()):
+        relies_on = tuple(("nodes", name, "http") for name in topology.nodes)
+        text = "no node has http: clients could not reach the cluster; add `http: {port: 8000}` to one"
+        yield Problem(at=("nodes",), text=text, relies_on=relies_on)
+
+
+def _pages(topology: Topology) -> Iterator[Problem]:
+    first: tuple[KeyPath, int] | None = None
+    for replica_path, replica in _replicas(topology):
+        path, tokens = (*replica_path, "page_tokens"), replica.page_tokens
+        if tokens > MAX_PAGE_TOKENS or tokens.bit_count() != 1:
+            text = f"{tokens} is not a power of two from 1 to {MAX_PAGE_TOKENS}; 16 is usual"
+            yield Problem(at=path, text=text)
+        if replica.role is Role.COLOCATED:
+            continue
+        if first is None:
+            first = (path, tokens)
+        elif tokens != first[1]:
+            text = (
+                f"pages of {tokens} tokens here, but {first[1]} in {dotted(first[0][:-1])}: they must be equal for now"
+            )
+            yield Problem(at=path, text=text, other=(first[0],), relies_on=((*replica_path, "role"),))
+
+
+def _ranks(topology: Topology) -> Iterator[Problem]:
+    for path, replica in _replicas(topology):
+        for name in ("tp", "dp", "ep"):
+            count = getattr(replica.parallel, name)
+            if count != 1:
+                yield Problem(
+                    at=(*path, "parallel", name), text=f"{name}: {count}: this version runs one rank per replica"
+                )
+        if len(set(replica.cores)) != len(replica.cores):
+            yield Problem(at=(*path, "cores"), text=f"{list(replica.cores)} names a core twice")
+
+
+def _hosts(topology: Topology) -> Iterator[Problem]:
+    for name, node in topology.nodes.items():
+        if node.host in _WILDCARDS:
+            text = f"{node.host} is no address that peers can connect to: write the machine's own address"
+            yield Problem(at=("nodes", name, "host"), text=text)
+    machines = {_machine(node) for node in topology.nodes.values()}
+    hosts: tuple[KeyPath, ...] = tuple(("nodes", name, "host") for name in topology.nodes)
+    if "loopback" in machines and len(machines) > 1:
+        text = "127.0.0.1 is another machine to each node: where nodes are on several, each needs an address of its own"
+        local = next(name for name, node in topology.nodes.items() if _machine(node) == "loopback")
+        yield Problem(at=("nodes", local, "host"), text=text, relies_on=hosts)
+    if topology.fabric.provider is Provider.SHM and len(machines) > 1:
+        text = "shm reaches only one machine, and the nodes are on several: use tcp"
+        yield Problem(at=("fabric", "provider"), text=text, relies_on=hosts)
+
+
+def _shared_cores(topology: Topology) -> Iterator[str]:
+    for (path, replica), (other_path, other) in combinations(_replicas(topology), 2):
+        same_machine = _machine(topology.nodes[NodeName(str(path[1]))]) == _machine(
+            topology.nodes[NodeName(str(other_path[1]))]
+        )
+        shared = sorted(set(replica.cores) & set(other.cores))
+        if same_machine and shared:
+            cores = ", ".join(map(str, shared))
+            yield f"{dotted(other_path)} and {dotted(path)} share core {cores}: each will slow the other down"
+
+
+def _idle_threads(topology: Topology) -> Iterator[str]:
+    for path, replica in _replicas(topology):
+        if replica.threads is not None and replica.cores and replica.threads > len(replica.cores):
+            yield f"{dotted(path)}: {replica.threads} threads on {len(replica.cores)} cores will wait for each other"
+
+
+def _open_ports(topology: Topology) -> Iterator[str]:
+    for name, node in topology.nodes.items():
+        http = node.http
+        if http is None:
+            continue
+        local = http.host.startswith("127.") or http.host in {"localhost", "::1"}
+        if not local and http.api_key_file is None:
+            yield f"nodes.{name}.http: reachable from other machines without an API key: set api_key_file"
+    for path, _, _, port in _addresses(topology):
+        if port < 1024:
+            yield f"{dotted(path)}: port {port} needs root or CAP_NET_BIND_SERVICE"
