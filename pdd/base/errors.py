@@ -43,6 +43,12 @@ class RequestTooLarge(BadRequest):
     code = "request_too_large"
 
 
+class ContextTooLong(BadRequest):
+    """Prompt and answer together are longer than a sequence may be."""
+
+    code = "context_length_exceeded"
+
+
 class Unauthorized(PddError):
     fault = Fault.CLIENT
     http_status = 401
