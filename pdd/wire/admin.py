@@ -81,6 +81,12 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     peer: str
 
 
+class Requests(msgspec.Struct, frozen=True, kw_only=True):
+    """`requests`."""
+
+    requests: tuple[RequestRow, ...]
+
+
 class StoryLine(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
     """Since the request was received."""
