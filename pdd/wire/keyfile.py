@@ -24,7 +24,7 @@ def load_key(path: Path) -> bytes:
             f"cluster key file {path}: {error.strerror}; make one with `head -c 32 /dev/urandom`, mode 0600, "
             "and copy it to every node"
         ) from error
-    with os.fdopen(fd, "rb") as file:
+    try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise KeyFileInvalid(f"cluster key file {path} is not a regular file")
@@ -33,7 +33,9 @@ def load_key(path: Path) -> bytes:
             raise KeyFileInvalid(
                 f"cluster key file {path} has mode {mode:04o}: others can use it; run `chmod 600 {path}`"
             )
-        key = file.read(MAX_KEY_BYTES + 1)
+        key = os.read(fd, MAX_KEY_BYTES + 1)
+    finally:
+        os.close(fd)
     if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
         size = f"more than {MAX_KEY_BYTES}" if len(key) > MAX_KEY_BYTES else str(len(key))
         raise KeyFileInvalid(f"cluster key file {path} has {size} bytes; {MIN_KEY_BYTES} to {MAX_KEY_BYTES} are needed")
