@@ -6,6 +6,7 @@ network), so nothing here needs torch.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -41,9 +42,14 @@ class YarnScaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     beta_fast: float
     beta_slow: float
     attention_factor: float
-    """Already worked out: where the source gives none it is `0.1 ln(factor) + 1`."""
+    """Already worked out: where the source gives none it is `yarn_attention_factor(factor)`."""
     truncate: bool = True
     """Whether the ramp's two bounds are rounded outwards to whole dimensions."""
+
+
+def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
+    """The paper's sqrt(1/t) (section 3.4); `mscale` is DeepSeek's weight of it."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 RopeScaling = NoScaling | LinearScaling | Llama3Scaling | YarnScaling
