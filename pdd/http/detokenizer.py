@@ -63,8 +63,8 @@ def _fallbacks(text: str) -> list[int]:
 class StopScanner:
     """Lets text through up to the first stop string to be completed, holding back what may become one.
 
-        text so far   ... the answer is 4.\\n\\nUs          stop "\\n\\nUser:"
-                          released         | held
+    text so far   ... the answer is 4.\\n\\nUs          stop "\\n\\nUser:"
+                      released         | held
     """
 
     def __init__(self, stop: Sequence[str], *, include_stop: bool) -> None:

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-import msgspec
-
 from pdd.base.ids import RequestId
 from pdd.lifecycle.request import GenerateRequest, TokenOutput
-
-
-class Readiness(msgspec.Struct, frozen=True):
-    ready: bool
-    reason: str
-    """One sentence for an operator; also when ready (for example that no prefiller is reachable)."""
+from pdd.lifecycle.request import Readiness as Readiness
 
 
 class Generator(Protocol):

@@ -1,0 +1,211 @@
+"""The HTTP floor of one daemon: the OpenAI API over a Generator, and the pages that operators watch.
+
+A request is read and checked (requests, plan), its sequences run (sequences), and their tokens become text and bodies
+(choice, answer). Until the first output is there nothing has been written, so that every error has its own status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from pdd.base.errors import AddressBusy, OperatorError
+from pdd.http.answer import StreamedAnswer, WholeAnswer
+from pdd.http.events import ClientGone, EventStream
+from pdd.http.faults import fault_of
+from pdd.http.keys import ApiKeys
+from pdd.http.plan import Plan, ServedModel, plan_chat, plan_completion
+from pdd.http.port import Generator
+from pdd.http.prompts import chat_prompt, check_token_ids
+from pdd.http.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body, read_object
+from pdd.http.sequences import Sequences
+from pdd.lifecycle.request import TokenOutput
+from pdd.topology.model import Http, Limits
+
+OPEN_PATHS = frozenset({"/live", "/ready", "/metrics"})
+"""What needs no API key: probes and scrapers have none."""
+SHUTDOWN_S = 5.0
+"""How long running answers may go on after stop()."""
+
+Result = TypeVar("Result")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Outputs = AsyncGenerator[tuple[int, TokenOutput], None]
+
+
+class HttpServer:
+    """Serves one model. Raises KeyFileInvalid when the API key file is no good."""
+
+    def __init__(self, generator: Generator, model: ServedModel, *, http: Http, limits: Limits) -> None:
+        self._generator = generator
+        self._model = model
+        self._http = http
+        self._keys = None if http.api_key_file is None else ApiKeys.read(http.api_key_file)
+        self._started_s = int(time.time())
+        # Tokenizing a long prompt takes a good part of a second, which the event loop does not have.
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._app = web.Application(client_max_size=limits.max_body_bytes, middlewares=[self._guard])
+        self._app.add_routes(self._routes())
+        self._runner = web.AppRunner(self._app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+
+    async def start(self) -> None:
+        """Listens. Raises AddressBusy when another process has the port, OperatorError for other faults of it."""
+        await self._runner.setup()
+        where = f"{self._http.host}:{self._http.port}"
+        try:
+            await web.TCPSite(self._runner, self._http.host, self._http.port).start()
+        except OSError as error:
+            await self.stop()
+            if error.errno == errno.EADDRINUSE:
+                raise AddressBusy(f"HTTP cannot listen on {where}: another process has it") from error
+            raise OperatorError(f"HTTP cannot listen on {where}: {error}") from error
+
+    async def stop(self) -> None:
+        """Stops listening, gives running answers SHUTDOWN_S, then cancels them."""
+        await self._runner.cleanup()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on: the system's choice where the topology says 0."""
+        port: int = self._runner.addresses[0][1]
+        return port
+
+    def _routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/v1/models", self._list_models),
+            web.get("/v1/models/{model:.+}", self._show_model),
+            web.post("/v1/chat/completions", self._chat),
+            web.post("/v1/completions", self._complete),
+            web.post("/tokenize", self._tokenize),
+            web.post("/detokenize", self._detokenize),
+            web.get("/live", self._live),
+            web.get("/ready", self._ready),
+            web.get("/health", self._health),
+            web.get("/metrics", self._metrics),
+        ]
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Asks for the key, and turns every error into the API's shape."""
+        try:
+            if self._keys is not None and request.path not in OPEN_PATHS:
+                self._keys.check(request.headers.get("Authorization"))
+            return await handler(request)
+        except Exception as error:
+            return fault_of(error).response()
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = read_body(read_object(await request.read()), ChatBody)
+        self._model.check_name(body.model)
+        return await self._answer(request, await self._in_thread(partial(plan_chat, body, self._model)))
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = read_body(read_object(await request.read()), CompletionBody)
+        self._model.check_name(body.model)
+        return await self._answer(request, await self._in_thread(partial(plan_completion, body, self._model)))
+
+    async def _answer(self, request: web.Request, plan: Plan) -> web.StreamResponse:
+        sequences = Sequences(self._generator, plan.prompts)
+        async with aclosing(sequences.outputs()) as outputs:
+            if plan.stream:
+                return await self._stream(request, plan, sequences, outputs)
+            return await self._collect(plan, sequences, outputs)
+
+    async def _collect(self, plan: Plan, sequences: Sequences, outputs: Outputs) -> web.Response:
+        answer = WholeAnswer(plan, self._model, int(time.time()))
+        async for index, output in outputs:
+            answer.add(index, output)
+            if answer.stopped(index) and not output.last:
+                sequences.stop(index)
+        return _json(answer.completion(), headers={"x-request-id": plan.id})
+
+    async def _stream(
+        self, request: web.Request, plan: Plan, sequences: Sequences, outputs: Outputs
+    ) -> web.StreamResponse:
+        answer = StreamedAnswer(plan, self._model, int(time.time()))
+        item: tuple[int, TokenOutput] | None = await anext(outputs)  # an error up to here has a status of its own
+        events = EventStream(request, plan.id)
+        try:
+            await events.open()
+            while item is not None:
+                index, output = item
+                await events.send(*answer.chunks(index, output))
+                if answer.stopped(index) and not output.last:
+                    sequences.stop(index)
+                item = await anext(outputs, None)
+            await events.send(*answer.closing())
+            await events.done()
+        except ClientGone:
+            pass
+        except Exception as error:
+            await events.fail(fault_of(error))
+        return events.response
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        fields = read_object(await request.read())
+        if "messages" in fields:
+            chat = read_body(fields, ChatBody)
+            self._model.check_name(chat.model)
+            tokens = list((await self._in_thread(partial(chat_prompt, chat, self._model.text))).tokens)
+        else:
+            body = read_body(fields, TokenizeBody)
+            self._model.check_name(body.model or self._model.name)
+            tokens = await self._in_thread(partial(self._encode, body))
+        return _json({"count": len(tokens), "max_model_len": self._model.max_sequence_tokens, "tokens": tokens})
+
+    def _encode(self, body: TokenizeBody) -> list[int]:
+        return self._model.text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body = read_body(read_object(await request.read()), DetokenizeBody)
+        self._model.check_name(body.model or self._model.name)
+        vocabulary = self._model.text.vocabulary
+        check_token_ids(body.tokens, "tokens", vocabulary)
+        return _json({"prompt": await self._in_thread(partial(vocabulary.decode, body.tokens))})
+
+    async def _list_models(self, request: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def _show_model(self, request: web.Request) -> web.Response:
+        self._model.check_name(request.match_info["model"])
+        return _json(self._card())
+
+    def _card(self) -> dict[str, object]:
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._started_s,
+            "owned_by": "pdd",
+            "max_model_len": self._model.max_sequence_tokens,
+        }
+
+    async def _live(self, request: web.Request) -> web.Response:
+        return _json({"live": True})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        readiness = self._generator.readiness()
+        return _json(readiness, status=200 if readiness.ready else 503)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return _json(self._generator.health())
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(body=self._generator.metrics_text(), headers=headers)
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _json(value: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    body = msgspec.json.encode(value)
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
