@@ -184,6 +184,13 @@ class HandshakeRefused(PddError):
     code = "handshake_refused"
 
 
+class BadTicket(PddError):
+    """A prefill ticket that cannot be served: nothing was or will be written for it; the message names the field."""
+
+    fault = Fault.PEER
+    code = "bad_ticket"
+
+
 class OutOfPages(PddError):
     """The pool has fewer free pages than asked for; nothing was allocated."""
 
