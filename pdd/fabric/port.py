@@ -36,7 +36,7 @@ class ProviderInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Most (local, remote) pairs in one write: rma_iov_limit."""
     max_write_bytes: int
     fences: bool
-    """True when a closed memory key surely stops late writes of the peer that held it."""
+    """True when `release` surely stops late writes of the peer that held the key and used its `address`."""
 
 
 class RegisteredMemory(msgspec.Struct, frozen=True):
@@ -45,6 +45,9 @@ class RegisteredMemory(msgspec.Struct, frozen=True):
     """What a peer must present to write here (64 bits)."""
     base: int
     """What the peer writes as the address of the first byte: 0 or the virtual address, as the provider wants."""
+    address: bytes
+    """What the peer passes to `add_peer` to write here: an endpoint that only this registration has, so that `release`
+    can close it. Over TCP a closed key alone still lets the rest of a half-arrived message in."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -88,7 +91,7 @@ class WriteDone(msgspec.Struct, frozen=True):
 
     token: Token
     error: int
-    """0, or a positive errno; ECANCELED after `cancel`, `drop_peer` and `close`."""
+    """0, or a positive errno; ECANCELED only after `cancel`, `drop_peer`, `unwatch`, `release` and `close`."""
     num_pieces: int
     """Pieces that were posted, so that may arrive: all of them when error is 0."""
     num_bytes: int
@@ -125,7 +128,8 @@ class FabricPort(Protocol):
 
     @property
     def address(self) -> bytes:
-        """What a peer passes to `add_peer`."""
+        """What a peer passes to `add_peer` when no registration's own address is at hand. `release` does not fence it
+        from a message that is half here."""
         ...
 
     def register(self, address: int, length_bytes: int) -> RegisteredMemory:
@@ -133,7 +137,8 @@ class FabricPort(Protocol):
         ...
 
     def release(self, memory: Memory) -> None:
-        """Closes the key: a write that presents it afterwards is not placed (where `info.fences`)."""
+        """Closes the key and the registration's own endpoint: of a peer that writes to that `address`, nothing is
+        placed afterwards, not even the rest of a message (where `info.fences`). Writes from this memory are cancelled."""
         ...
 
     def add_peer(self, address: bytes) -> Peer:
@@ -141,7 +146,7 @@ class FabricPort(Protocol):
         ...
 
     def drop_peer(self, peer: Peer) -> None:
-        """Ends every write to it with ECANCELED; the handle is dead afterwards."""
+        """Closes the connection and ends every write to it with ECANCELED; the handle is dead afterwards."""
         ...
 
     def watch(self, counter_address: int, wake_fd: int) -> Watch:
@@ -154,16 +159,18 @@ class FabricPort(Protocol):
         ...
 
     def expect(self, immediate: Immediate, num_pieces: int) -> None:
-        """Arms the count. Raises FabricError (EEXIST) when the immediate's slot is armed already."""
+        """Arms the count, until CountReached or `unexpect`; no goal: it is reached at once. Raises FabricError (EEXIST)
+        when the immediate's slot is armed already, FabricBusy when too many CountReached wait in `events`."""
         ...
 
     def arrived(self, immediate: Immediate) -> int:
-        """Pieces placed so far; 0 when not expected."""
+        """Pieces placed so far; 0 when not expected. After CountReached the last count, until the slot is armed anew."""
         ...
 
     def change_expected(self, immediate: Immediate, num_pieces: int) -> None:
         """Sets a new goal for an armed immediate: after a cancel, the number of pieces that were really posted.
-        CountReached comes when that is or was already reached."""
+        CountReached comes when that is or was already reached, but not a second time. Raises FabricError (ENOENT) when
+        the immediate is not expected."""
         ...
 
     def unexpect(self, immediate: Immediate) -> int:

@@ -1,0 +1,245 @@
+/* The rare calls: memory, peers and watches. They run on the progress thread while the caller waits, so that libfabric
+ * sees one thread only, and so that the caller's thread may look up handles without a lock. */
+#include "pdd_port.h"
+
+#include <netinet/in.h>
+#include <sys/random.h>
+
+/* ---- places and handles ---- */
+static struct place *place_at(void *table, size_t entry_bytes, uint32_t index)
+{
+    return (struct place *)((uint8_t *)table + entry_bytes * index);
+}
+
+/* Takes a free place; NULL when the table is full. `mark` is how many places were ever used. */
+static void *take_place(void *table, size_t entry_bytes, uint32_t *mark, uint32_t limit)
+{
+    uint32_t index = 0;
+    while (index < *mark && place_at(table, entry_bytes, index)->taken)
+        index++;
+    if (index == limit)
+        return NULL;
+    if (index == *mark)
+        ++*mark;
+    struct place *place = place_at(table, entry_bytes, index);
+    uint32_t uses = place->uses + 1;
+    memset(place, 0, entry_bytes);
+    place->uses = uses;
+    place->taken = true;
+    place->handle = (uses & 0x7fff) << 16 | (index + 1);
+    return place;
+}
+
+static void *find_place(void *table, size_t entry_bytes, uint32_t mark, uint32_t handle)
+{
+    uint32_t index = (handle & 0xffff) - 1;
+    if (index >= mark || place_at(table, entry_bytes, index)->handle != handle)
+        return NULL;
+    return place_at(table, entry_bytes, index);
+}
+
+static void leave_place(struct place *place)
+{
+    place->handle = 0;
+    place->taken = false;
+}
+
+struct peer *pdd_find_peer(struct pdd_port *port, uint32_t handle)
+{
+    return find_place(port->peers, sizeof(struct peer), port->num_peers, handle);
+}
+
+struct memory *pdd_find_memory(struct pdd_port *port, uint32_t handle)
+{
+    return find_place(port->memories, sizeof(struct memory), port->num_memories, handle);
+}
+
+struct watch *pdd_find_watch(struct pdd_port *port, uint32_t handle)
+{
+    return find_place(port->watches, sizeof(struct watch), port->num_watches, handle);
+}
+
+/* ---- memory ---- */
+/* Keys that we may choose are random: who was not given one does not guess it. */
+static int register_with_key(struct pdd_port *port, struct memory *memory)
+{
+    const struct fi_domain_attr *domain = port->fabric_info->domain_attr;
+    bool chooses = !(domain->mr_mode & FI_MR_PROV_KEY);
+    int rc;
+    do {
+        uint64_t key = 0;
+        if (chooses && getrandom(&key, sizeof key, 0) != sizeof key)
+            return -EIO;
+        if (domain->mr_key_size < sizeof key)
+            key &= (1ull << 8 * domain->mr_key_size) - 1;
+        rc = fi_mr_reg(port->domain, (void *)memory->address, memory->length_bytes, FI_WRITE | FI_REMOTE_WRITE, 0, key, 0,
+                       &memory->mr, NULL);
+    } while (chooses && rc == -FI_ENOKEY);
+    return rc;
+}
+
+int pdd_do_register(struct pdd_port *port, struct call *call)
+{
+    struct memory *memory = take_place(port->memories, sizeof *memory, &port->num_memories, MAX_MEMORIES);
+    struct pdd_memory *out = call->memory;
+    size_t address_bytes = 0;
+    if (!memory)
+        return -ENOSPC;
+    memory->address = call->address;
+    memory->length_bytes = call->length_bytes;
+    int rc = register_with_key(port, memory);
+    if (!rc)
+        rc = pdd_endpoint_open(port, &memory->endpoint);
+    if (!rc)
+        rc = pdd_endpoint_name(&memory->endpoint, out->address, &address_bytes);
+    if (rc) {
+        pdd_endpoint_close(&memory->endpoint);
+        if (memory->mr)
+            fi_close(&memory->mr->fid);
+        leave_place(&memory->place);
+        return rc;
+    }
+    memory->descriptor = fi_mr_desc(memory->mr);
+    out->memory = memory->place.handle;
+    out->address_bytes = (uint32_t)address_bytes;
+    out->key = fi_mr_key(memory->mr);
+    out->base = port->fabric_info->domain_attr->mr_mode & FI_MR_VIRT_ADDR ? memory->address : 0;
+    return 0;
+}
+
+/* The endpoint goes first: with it goes a message that is half here. Writes that read from this memory end. */
+int pdd_do_release(struct pdd_port *port, struct call *call)
+{
+    struct memory *memory = pdd_find_memory(port, call->handle);
+    if (!memory)
+        return -ENOENT;
+    for (uint32_t slot = 0; slot < port->max_writes; slot++)
+        if (port->live[slot] && port->live[slot]->spec.memory == call->handle)
+            pdd_cancel_write(port, port->live[slot]);
+    pdd_endpoint_close(&memory->endpoint);
+    int rc = fi_close(&memory->mr->fid);
+    leave_place(&memory->place);
+    return rc;
+}
+
+/* ---- peers ---- */
+/* What comes over a network must not be taken for an address that is longer than it is. */
+static bool is_address(const struct pdd_port *port, const uint8_t *address, uint32_t bytes)
+{
+    if (bytes > MAX_ADDRESS_BYTES)
+        return false;
+    switch (port->fabric_info->addr_format) {
+    case FI_SOCKADDR_IN:
+        return bytes == sizeof(struct sockaddr_in) && ((const struct sockaddr_in *)address)->sin_family == AF_INET;
+    case FI_SOCKADDR_IN6:
+        return bytes == sizeof(struct sockaddr_in6) && ((const struct sockaddr_in6 *)address)->sin6_family == AF_INET6;
+    case FI_ADDR_STR:
+        return bytes > 1 && !address[bytes - 1] && !strncmp((const char *)address, "fi_", 3);
+    default:
+        return bytes == port->address_bytes;
+    }
+}
+
+static int allocate_messages(struct peer *peer, uint32_t number)
+{
+    peer->messages = calloc(number, sizeof *peer->messages);
+    peer->free_messages = calloc(number, sizeof *peer->free_messages);
+    if (!peer->messages || !peer->free_messages)
+        return -ENOMEM;
+    for (peer->num_free = 0; peer->num_free < number; peer->num_free++) {
+        peer->messages[peer->num_free].peer = peer;
+        peer->free_messages[peer->num_free] = peer->num_free;
+    }
+    return 0;
+}
+
+static void free_peer(struct peer *peer)
+{
+    free(peer->messages);
+    free(peer->free_messages);
+    peer->messages = NULL;
+    peer->free_messages = NULL;
+    leave_place(&peer->place);
+}
+
+int pdd_do_add_peer(struct pdd_port *port, struct call *call)
+{
+    _Alignas(16) uint8_t address[MAX_ADDRESS_BYTES];
+    if (call->length_bytes > sizeof address)
+        return -EINVAL;
+    memcpy(address, call->bytes, call->length_bytes);
+    if (!is_address(port, address, (uint32_t)call->length_bytes))
+        return -EINVAL;
+    struct peer *peer = take_place(port->peers, sizeof *peer, &port->num_peers, MAX_PEERS);
+    if (!peer)
+        return -ENOSPC;
+    list_init(&peer->ready);
+    int rc = allocate_messages(peer, port->max_in_flight);
+    if (!rc)
+        rc = pdd_endpoint_open(port, &peer->endpoint);
+    if (!rc && fi_av_insert(peer->endpoint.av, address, 1, &peer->address, 0, NULL) != 1)
+        rc = -EINVAL;
+    if (rc) {
+        pdd_endpoint_close(&peer->endpoint);
+        free_peer(peer);
+        return rc;
+    }
+    call->handle = peer->place.handle;
+    return 0;
+}
+
+/* The contexts of a dropped peer stay until libfabric has given all of them back. */
+void pdd_free_if_idle(struct pdd_port *port, struct peer *peer)
+{
+    if (!peer->place.handle && peer->num_free == port->max_in_flight)
+        free_peer(peer);
+}
+
+/* Reads what has completed, but not for ever while others keep writing to us. */
+static void settle(struct pdd_port *port)
+{
+    for (int turns = 0; turns < 64 && pdd_read_completions(port); turns++)
+        ;
+}
+
+int pdd_do_drop_peer(struct pdd_port *port, struct call *call)
+{
+    struct peer *peer = pdd_find_peer(port, call->handle);
+    if (!peer)
+        return -ENOENT;
+    settle(port);                        /* what did complete shall not be called cancelled */
+    pdd_endpoint_close(&peer->endpoint); /* nothing reads the sources from here on */
+    peer->place.handle = 0;
+    for (uint32_t slot = 0; slot < port->max_writes; slot++)
+        if (port->live[slot] && port->live[slot]->peer == peer)
+            pdd_abandon_write(port, port->live[slot]);
+    settle(port); /* what closing has flushed */
+    pdd_free_if_idle(port, peer);
+    return 0;
+}
+
+/* ---- watches ---- */
+int pdd_do_watch(struct pdd_port *port, struct call *call)
+{
+    struct watch *watch = take_place(port->watches, sizeof *watch, &port->num_watches, MAX_WATCHES);
+    if (!watch)
+        return -ENOSPC;
+    watch->counter = (const _Atomic uint64_t *)call->address;
+    watch->wake_fd = call->fd;
+    list_init(&watch->armed);
+    call->handle = watch->place.handle;
+    return 0;
+}
+
+int pdd_do_unwatch(struct pdd_port *port, struct call *call)
+{
+    struct watch *watch = pdd_find_watch(port, call->handle);
+    if (!watch)
+        return -ENOENT;
+    /* Also those that are not armed at this moment: their later layers would be. */
+    for (uint32_t slot = 0; slot < port->max_writes; slot++)
+        if (port->live[slot] && port->live[slot]->watch == watch)
+            pdd_cancel_write(port, port->live[slot]);
+    leave_place(&watch->place);
+    return 0;
+}

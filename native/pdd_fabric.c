@@ -1,0 +1,207 @@
+/* The calls of pdd_fabric.h as the caller's thread sees them: check, reserve, hand over, and take events. */
+#include "pdd_port.h"
+
+#include <unistd.h>
+
+/* ---- control calls ---- */
+static int call_and_wait(struct pdd_port *port, struct call *call)
+{
+    struct command command = {.kind = COMMAND_CALL, .pointer = call};
+    if (port->closed)
+        return -ESHUTDOWN;
+    sem_init(&call->done, 0, 0);
+    if (!pdd_ring_push(&port->commands, &command))
+        return -EAGAIN;
+    pdd_wake(port);
+    while (sem_wait(&call->done) && errno == EINTR)
+        ;
+    sem_destroy(&call->done);
+    return call->result;
+}
+
+int pdd_register(pdd_port *port, uint64_t address, uint64_t length_bytes, struct pdd_memory *memory)
+{
+    struct call call = {.function = pdd_do_register, .address = address, .length_bytes = length_bytes, .memory = memory};
+    uint64_t end;
+    memset(memory, 0, sizeof *memory);
+    if (!address || !length_bytes || __builtin_add_overflow(address, length_bytes, &end))
+        return -EINVAL;
+    return call_and_wait(port, &call);
+}
+
+int pdd_release(pdd_port *port, uint32_t memory)
+{
+    struct call call = {.function = pdd_do_release, .handle = memory};
+    return call_and_wait(port, &call);
+}
+
+int pdd_add_peer(pdd_port *port, const uint8_t *address, uint32_t address_bytes, uint32_t *peer)
+{
+    struct call call = {.function = pdd_do_add_peer, .bytes = address, .length_bytes = address_bytes};
+    int rc = call_and_wait(port, &call);
+    *peer = rc ? 0 : call.handle;
+    return rc;
+}
+
+int pdd_drop_peer(pdd_port *port, uint32_t peer)
+{
+    struct call call = {.function = pdd_do_drop_peer, .handle = peer};
+    return call_and_wait(port, &call);
+}
+
+int pdd_watch(pdd_port *port, uint64_t counter_address, int32_t wake_fd, uint32_t *watch)
+{
+    struct call call = {.function = pdd_do_watch, .address = counter_address, .fd = wake_fd};
+    if (!counter_address || counter_address % sizeof(uint64_t))
+        return -EINVAL;
+    int rc = call_and_wait(port, &call);
+    *watch = rc ? 0 : call.handle;
+    return rc;
+}
+
+int pdd_unwatch(pdd_port *port, uint32_t watch)
+{
+    struct call call = {.function = pdd_do_unwatch, .handle = watch};
+    return call_and_wait(port, &call);
+}
+
+/* ---- writes ---- */
+/* base + (num_layers - 1) * layer + page * page_bytes + offset + length; false when that is past 64 bits. */
+static bool furthest(uint64_t base, uint64_t layers, uint64_t page, uint64_t offset, uint64_t length, uint64_t *end)
+{
+    return !__builtin_add_overflow(base, layers, end) && !__builtin_add_overflow(*end, page, end) &&
+           !__builtin_add_overflow(*end, offset, end) && !__builtin_add_overflow(*end, length, end);
+}
+
+static uint32_t greatest(const uint32_t *pages, uint32_t number)
+{
+    uint32_t found = 0;
+    for (uint32_t i = 0; i < number; i++)
+        found = pages[i] > found ? pages[i] : found;
+    return found;
+}
+
+/* Nothing outside the registered source is read and no address wraps round. The target's own bounds are its key's. */
+static int check_write(struct pdd_port *port, const struct pdd_write *spec)
+{
+    const struct memory *memory = pdd_find_memory(port, spec->memory);
+    uint64_t source_layers, target_layers, source_page, target_page, end, total;
+    if (!pdd_find_peer(port, spec->peer) || !memory || (spec->watch && !pdd_find_watch(port, spec->watch)))
+        return -ENOENT;
+    if (!spec->num_layers || !spec->num_pages || !spec->num_pieces || spec->immediate & WEIGHT_MASK)
+        return -EINVAL;
+    if (__builtin_mul_overflow((uint64_t)spec->num_layers * spec->num_pages, spec->num_pieces, &total) || total >> 24)
+        return -E2BIG;
+    if (__builtin_mul_overflow(spec->source_layer_bytes, spec->num_layers - 1, &source_layers) ||
+        __builtin_mul_overflow(spec->target_layer_bytes, spec->num_layers - 1, &target_layers) ||
+        __builtin_mul_overflow(spec->source_page_bytes, greatest(spec->source_pages, spec->num_pages), &source_page) ||
+        __builtin_mul_overflow(spec->target_page_bytes, greatest(spec->target_pages, spec->num_pages), &target_page))
+        return -ERANGE;
+    for (uint32_t i = 0; i < spec->num_pieces; i++) {
+        const struct pdd_piece *piece = &spec->pieces[i];
+        if (!piece->length_bytes)
+            return -EINVAL;
+        if (piece->length_bytes > port->max_message_bytes)
+            return -EMSGSIZE;
+        if (!furthest(spec->target_base, target_layers, target_page, piece->target_offset_bytes, piece->length_bytes, &end) ||
+            !furthest(spec->source_base, source_layers, source_page, piece->source_offset_bytes, piece->length_bytes, &end) ||
+            spec->source_base < memory->address || end > memory->address + memory->length_bytes)
+            return -ERANGE;
+    }
+    return 0;
+}
+
+/* A write and its arrays in one block. */
+static struct write *copy_write(const struct pdd_write *spec)
+{
+    size_t pieces_bytes = spec->num_pieces * sizeof *spec->pieces, pages_bytes = spec->num_pages * sizeof *spec->source_pages;
+    struct write *write = malloc(sizeof *write + pieces_bytes + 2 * pages_bytes);
+    if (!write)
+        return NULL;
+    memset(write, 0, sizeof *write);
+    uint8_t *pieces = (uint8_t *)(write + 1), *source_pages = pieces + pieces_bytes, *target_pages = source_pages + pages_bytes;
+    write->spec = *spec;
+    write->spec.pieces = memcpy(pieces, spec->pieces, pieces_bytes);
+    write->spec.source_pages = memcpy(source_pages, spec->source_pages, pages_bytes);
+    write->spec.target_pages = memcpy(target_pages, spec->target_pages, pages_bytes);
+    return write;
+}
+
+int pdd_submit(pdd_port *port, const struct pdd_write *spec)
+{
+    if (port->closed)
+        return -ESHUTDOWN;
+    int rc = check_write(port, spec);
+    if (rc)
+        return rc;
+    if (!port->num_free_slots)
+        return -EAGAIN;
+    struct write *write = copy_write(spec);
+    if (!write)
+        return -ENOMEM;
+    write->slot = port->free_slots[--port->num_free_slots];
+    port->slot_writes[write->slot] = write;
+    port->slot_cancelled[write->slot] = false;
+    struct command command = {.kind = COMMAND_WRITE, .pointer = write};
+    pdd_ring_push(&port->commands, &command); /* cannot be full: see allocate() */
+    pdd_wake(port);
+    return 0;
+}
+
+int pdd_cancel(pdd_port *port, uint64_t token)
+{
+    for (uint32_t slot = 0; slot < port->max_writes; slot++) {
+        if (!port->slot_writes[slot] || port->slot_writes[slot]->spec.token != token || port->slot_cancelled[slot])
+            continue;
+        struct command command = {.kind = COMMAND_CANCEL, .number = slot};
+        port->slot_cancelled[slot] = true;
+        if (!port->closed && pdd_ring_push(&port->commands, &command))
+            pdd_wake(port);
+        return 0;
+    }
+    return -ENOENT;
+}
+
+/* ---- events ---- */
+int pdd_event_fd(const pdd_port *port) { return port->event_fd; }
+
+static void take_back(struct pdd_port *port, const struct pdd_event *event)
+{
+    if (event->kind == PDD_WRITE_DONE) {
+        free(port->slot_writes[event->slot]);
+        port->slot_writes[event->slot] = NULL;
+        port->free_slots[port->num_free_slots++] = event->slot;
+    } else if (event->kind == PDD_COUNT_REACHED) {
+        port->counts_reserved--;
+    } else if (event->kind == PDD_STRAY) {
+        atomic_fetch_sub(&port->strays_waiting, 1);
+    }
+}
+
+int pdd_drain(pdd_port *port, struct pdd_event *events, uint32_t max_events)
+{
+    uint64_t ignored;
+    uint32_t number = 0;
+    /* First the flag, then the ring: an event pushed in between signals once too often, never too seldom. */
+    if (atomic_load(&port->signalled) && read(port->event_fd, &ignored, sizeof ignored) > 0)
+        atomic_store(&port->signalled, false);
+    while (number < max_events && pdd_ring_pop(&port->events, &events[number]))
+        take_back(port, &events[number++]);
+    if (!pdd_ring_empty(&port->events))
+        pdd_signal_events(port);
+    return (int)number;
+}
+
+#define COPY_STAT(name) stats->name = atomic_load_explicit(&port->stats.name, memory_order_relaxed)
+void pdd_get_stats(const pdd_port *port, struct pdd_stats *stats)
+{
+    COPY_STAT(num_messages);
+    COPY_STAT(num_pieces);
+    COPY_STAT(num_bytes);
+    COPY_STAT(num_arrived);
+    COPY_STAT(num_strays);
+    COPY_STAT(num_strays_unnamed);
+    COPY_STAT(num_errors);
+    COPY_STAT(num_busy);
+    COPY_STAT(num_wakeups);
+}

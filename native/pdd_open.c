@@ -1,0 +1,326 @@
+/* Choice of a provider, and the objects that live as long as the port. */
+#include "pdd_port.h"
+
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+static const uint32_t ABI = FI_VERSION(1, 17); /* the oldest with what we use; newer libraries keep its meaning */
+
+/* ---- the process's signal handlers ---- */
+static void save_handlers(struct sigaction *saved)
+{
+    for (int number = 1; number < NSIG; number++)
+        if (sigaction(number, NULL, &saved[number]))
+            saved[number].sa_flags = -1;
+}
+
+static void restore_handlers(const struct sigaction *saved)
+{
+    for (int number = 1; number < NSIG; number++)
+        if (saved[number].sa_flags != -1)
+            sigaction(number, &saved[number], NULL);
+}
+
+/* ---- provider ---- */
+static struct fi_info *make_hints(const char *provider)
+{
+    struct fi_info *hints = fi_allocinfo();
+    if (!hints)
+        return NULL;
+    hints->caps = FI_RMA | FI_WRITE | FI_REMOTE_WRITE;
+    hints->mode = FI_CONTEXT | FI_CONTEXT2;
+    hints->ep_attr->type = FI_EP_RDM;
+    hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+    hints->domain_attr->threading = FI_THREAD_DOMAIN;
+    hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+    hints->domain_attr->cq_data_size = sizeof(uint32_t);
+    if (provider)
+        hints->fabric_attr->prov_name = strdup(provider);
+    return hints;
+}
+
+static bool fits(const struct fi_info *info, const char *provider)
+{
+    return !strcmp(info->fabric_attr->prov_name, provider) && info->ep_attr->type == FI_EP_RDM &&
+           info->domain_attr->cq_data_size >= sizeof(uint32_t) && info->domain_attr->mr_key_size >= 4;
+}
+
+/* The info of exactly this provider, or NULL: libfabric answers "tcp" with "tcp;ofi_rxm" if it has nothing better. */
+static struct fi_info *find_provider(const char *provider, const char *node)
+{
+    struct fi_info *hints = make_hints(provider), *list = NULL, *found = NULL;
+    if (hints && !fi_getinfo(ABI, node, NULL, FI_SOURCE, hints, &list)) {
+        for (struct fi_info *info = list; info && !found; info = info->next)
+            if (fits(info, provider))
+                found = fi_dupinfo(info);
+    }
+    fi_freeinfo(list);
+    fi_freeinfo(hints);
+    return found;
+}
+
+static void list_offers(char *text, size_t text_bytes)
+{
+    struct fi_info *hints = make_hints(NULL), *list = NULL;
+    size_t used = 0;
+    text[0] = 0;
+    if (hints && !fi_getinfo(ABI, NULL, NULL, 0, hints, &list)) {
+        for (struct fi_info *info = list; info && used < text_bytes; info = info->next)
+            if (!strstr(text, info->fabric_attr->prov_name))
+                used += (size_t)snprintf(text + used, text_bytes - used, "%s%s", used ? ", " : "",
+                                         info->fabric_attr->prov_name);
+    }
+    if (!text[0])
+        snprintf(text, text_bytes, "nothing");
+    fi_freeinfo(list);
+    fi_freeinfo(hints);
+}
+
+static struct fi_info *choose_provider(const struct pdd_options *options)
+{
+    char names[256], shm_node[32], *rest = NULL;
+    snprintf(names, sizeof names, "%s", options->providers);
+    /* Endpoints of shm are files: the pid in their name lets the next start sweep those of the dead. */
+    snprintf(shm_node, sizeof shm_node, "pdd-%d", (int)getpid());
+    for (char *name = strtok_r(names, ",", &rest); name; name = strtok_r(NULL, ",", &rest)) {
+        struct fi_info *info = find_provider(name, strcmp(name, "shm") ? options->host : shm_node);
+        if (info)
+            return info;
+    }
+    return NULL;
+}
+
+/* ---- endpoints ---- */
+int pdd_endpoint_open(struct pdd_port *port, struct endpoint *endpoint)
+{
+    struct fi_av_attr av = {.type = FI_AV_UNSPEC, .count = 1};
+    memset(endpoint, 0, sizeof *endpoint);
+    int rc = fi_endpoint(port->domain, port->fabric_info, &endpoint->ep, NULL);
+    if (!rc)
+        rc = fi_av_open(port->domain, &av, &endpoint->av, NULL);
+    if (!rc)
+        rc = fi_ep_bind(endpoint->ep, &endpoint->av->fid, 0);
+    if (!rc)
+        rc = fi_ep_bind(endpoint->ep, &port->cq->fid, FI_TRANSMIT | FI_RECV);
+    if (!rc)
+        rc = fi_enable(endpoint->ep);
+    if (rc)
+        pdd_endpoint_close(endpoint);
+    return rc;
+}
+
+void pdd_endpoint_close(struct endpoint *endpoint)
+{
+    if (endpoint->ep)
+        fi_close(&endpoint->ep->fid);
+    if (endpoint->av)
+        fi_close(&endpoint->av->fid);
+    memset(endpoint, 0, sizeof *endpoint);
+}
+
+int pdd_endpoint_name(const struct endpoint *endpoint, uint8_t *address, size_t *address_bytes)
+{
+    *address_bytes = MAX_ADDRESS_BYTES;
+    return fi_getname(&endpoint->ep->fid, address, address_bytes);
+}
+
+static int open_cq(struct pdd_port *port)
+{
+    struct fi_cq_attr attr = {.size = 8192, .format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_FD};
+    port->cq_fd = -1;
+    if (fi_cq_open(port->domain, &attr, &port->cq, NULL)) {
+        attr.wait_obj = FI_WAIT_NONE;
+        return fi_cq_open(port->domain, &attr, &port->cq, NULL);
+    }
+    return fi_control(&port->cq->fid, FI_GETWAIT, &port->cq_fd);
+}
+
+static int open_fabric(struct pdd_port *port)
+{
+    struct fi_info *info = port->fabric_info;
+    int rc = fi_fabric(info->fabric_attr, &port->fabric, NULL);
+    if (!rc)
+        rc = fi_domain(port->fabric, info, &port->domain, NULL);
+    if (!rc)
+        rc = open_cq(port);
+    if (!rc)
+        rc = pdd_endpoint_open(port, &port->endpoint);
+    if (!rc)
+        rc = pdd_endpoint_name(&port->endpoint, port->address, &port->address_bytes);
+    return rc;
+}
+
+static void close_fabric(struct pdd_port *port)
+{
+    for (uint32_t i = 0; i < port->num_peers; i++)
+        pdd_endpoint_close(&port->peers[i].endpoint);
+    for (uint32_t i = 0; i < port->num_memories; i++)
+        pdd_endpoint_close(&port->memories[i].endpoint);
+    pdd_endpoint_close(&port->endpoint);
+    for (uint32_t i = 0; i < port->num_memories; i++)
+        if (port->memories[i].mr)
+            fi_close(&port->memories[i].mr->fid);
+    if (port->cq)
+        fi_close(&port->cq->fid);
+    if (port->domain)
+        fi_close(&port->domain->fid);
+    if (port->fabric)
+        fi_close(&port->fabric->fid);
+    if (port->fabric_info)
+        fi_freeinfo(port->fabric_info);
+    for (uint32_t i = 0; i < port->num_peers; i++) {
+        free(port->peers[i].messages);
+        free(port->peers[i].free_messages);
+    }
+}
+
+/* ---- port ---- */
+static uint32_t least(uint64_t a, uint64_t b) { return (uint32_t)(a < b ? a : b); }
+
+static void set_limits(struct pdd_port *port, const struct pdd_options *options)
+{
+    const struct fi_info *info = port->fabric_info;
+    uint32_t iov = least(info->tx_attr->iov_limit, info->tx_attr->rma_iov_limit);
+    port->max_iov = least(iov ? iov : 1, MAX_IOV);
+    port->max_in_flight = least(info->tx_attr->size ? info->tx_attr->size : 1, MAX_IN_FLIGHT);
+    port->max_message_bytes = info->ep_attr->max_msg_size;
+    port->spin_ns = options->spin_us * 1000ull;
+}
+
+static int allocate(struct pdd_port *port, uint32_t max_writes)
+{
+    port->max_writes = max_writes;
+    port->slot_writes = calloc(max_writes, sizeof *port->slot_writes);
+    port->slot_cancelled = calloc(max_writes, sizeof *port->slot_cancelled);
+    port->free_slots = calloc(max_writes, sizeof *port->free_slots);
+    port->live = calloc(max_writes, sizeof *port->live);
+    /* Each write puts at most itself and its cancel into the ring, each reservation one early end, and one call waits. */
+    if (!pdd_ring_init(&port->commands, 2 * max_writes + MAX_COUNTS + 2, sizeof(struct command)) ||
+        !pdd_ring_init(&port->events, max_writes + MAX_COUNTS + MAX_STRAYS + 1, sizeof(struct pdd_event)) ||
+        !port->slot_writes || !port->slot_cancelled || !port->free_slots || !port->live)
+        return -ENOMEM;
+    while (port->num_free_slots < max_writes) {
+        port->free_slots[port->num_free_slots] = max_writes - 1 - port->num_free_slots;
+        port->num_free_slots++;
+    }
+    port->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    port->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    return port->wake_fd < 0 || port->event_fd < 0 ? -errno : 0;
+}
+
+/* The progress thread takes no signals: they belong to the process's main thread. */
+static int start_thread(struct pdd_port *port)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int rc = -pthread_create(&port->thread, NULL, pdd_progress, port);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return rc;
+}
+
+static int fail(char *message, uint32_t message_bytes, int rc, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(message, message_bytes, format, arguments);
+    va_end(arguments);
+    return rc;
+}
+
+static int open_port(struct pdd_port *port, const struct pdd_options *options, char *message, uint32_t message_bytes)
+{
+    char offers[512];
+    int rc = allocate(port, options->max_writes ? options->max_writes : 4096);
+    if (rc)
+        return fail(message, message_bytes, rc, "no memory or no file descriptor for a port: %s", strerror(-rc));
+    port->fabric_info = choose_provider(options);
+    if (!port->fabric_info) {
+        list_offers(offers, sizeof offers);
+        return fail(message, message_bytes, -ENODATA,
+                    "libfabric %s has none of the providers [%s] with one-sided writes on host %s; it offers: %s",
+                    fi_tostr("", FI_TYPE_VERSION), options->providers, options->host, offers);
+    }
+    set_limits(port, options);
+    rc = open_fabric(port);
+    if (rc)
+        return fail(message, message_bytes, rc, "libfabric provider %s cannot be opened on host %s: %s",
+                    port->fabric_info->fabric_attr->prov_name, options->host, fi_strerror(-rc));
+    rc = start_thread(port);
+    return rc ? fail(message, message_bytes, rc, "the progress thread cannot be started: %s", strerror(-rc)) : 0;
+}
+
+int pdd_open(const struct pdd_options *options, pdd_port **out, char *message, uint32_t message_bytes)
+{
+    struct sigaction handlers[NSIG];
+    struct pdd_port *port = NULL;
+    *out = NULL;
+    if (posix_memalign((void **)&port, PDD_CACHE_LINE, sizeof *port))
+        return fail(message, message_bytes, -ENOMEM, "no memory for a port");
+    memset(port, 0, sizeof *port);
+    port->wake_fd = port->event_fd = -1;
+    /* libfabric takes SIGINT, SIGTERM, SIGBUS and SIGSEGV for itself while it opens. */
+    save_handlers(handlers);
+    int rc = open_port(port, options, message, message_bytes);
+    restore_handlers(handlers);
+    if (rc) {
+        close_fabric(port);
+        pdd_free(port);
+        return rc;
+    }
+    *out = port;
+    return 0;
+}
+
+void pdd_close(pdd_port *port)
+{
+    if (port->closed)
+        return;
+    port->closed = true;
+    struct command stop = {.kind = COMMAND_STOP};
+    pdd_ring_push(&port->commands, &stop);
+    pdd_wake(port);
+    pthread_join(port->thread, NULL);
+    close_fabric(port);
+}
+
+void pdd_free(pdd_port *port)
+{
+    for (uint32_t slot = 0; port->slot_writes && slot < port->max_writes; slot++)
+        free(port->slot_writes[slot]);
+    free(port->slot_writes);
+    free(port->slot_cancelled);
+    free(port->free_slots);
+    free(port->live);
+    free(port->commands.slots);
+    free(port->events.slots);
+    if (port->wake_fd >= 0)
+        close(port->wake_fd);
+    if (port->event_fd >= 0)
+        close(port->event_fd);
+    free(port);
+}
+
+void pdd_get_info(const pdd_port *port, struct pdd_info *info)
+{
+    uint32_t version = fi_version();
+    memset(info, 0, sizeof *info);
+    snprintf(info->provider, sizeof info->provider, "%s", port->fabric_info->fabric_attr->prov_name);
+    snprintf(info->library_version, sizeof info->library_version, "%u.%u", FI_MAJOR(version), FI_MINOR(version));
+    info->pages_per_write = port->max_iov;
+    info->max_write_bytes = port->max_message_bytes;
+    info->fences = 1;
+}
+
+const char *pdd_strerror(int error) { return fi_strerror(error < 0 ? -error : error); }
+
+int pdd_address(const pdd_port *port, uint8_t *address, uint32_t max_bytes)
+{
+    if (port->address_bytes > max_bytes)
+        return -ENOSPC;
+    memcpy(address, port->address, port->address_bytes);
+    return (int)port->address_bytes;
+}

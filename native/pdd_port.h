@@ -1,0 +1,288 @@
+/* Inside of a port: who owns what.
+ *
+ *     caller's thread                          progress thread
+ *     pdd_submit, pdd_cancel --- commands ---> takes, posts, counts; all of libfabric's data calls
+ *     pdd_drain <--------------- events ------ each in a slot that was reserved beforehand
+ *     pdd_expect ... <------- one word per immediate -------> count_arrival
+ *     pdd_register ... --- a command, and a semaphore ---> control.c
+ *
+ * Fields are grouped by owner. What the progress thread owns, the caller's thread may read only inside a control call,
+ * or when nothing but a control call changes it.
+ */
+#ifndef PDD_PORT_H
+#define PDD_PORT_H
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+
+#include "pdd_fabric.h"
+#include "pdd_ring.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <rdma/fabric.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+#include <semaphore.h>
+#include <time.h>
+
+enum {
+    MAX_PEERS = 1024,
+    MAX_MEMORIES = 4096,
+    MAX_WATCHES = 64,
+    MAX_IOV = 8,
+    MAX_ADDRESS_BYTES = 256,
+    NUM_SLOTS = 4096,        /* of immediates, see pdd/fabric/immediate.py */
+    SLOT_SHIFT = 20,
+    GENERATION_SHIFT = 7,
+    GENERATION_MASK = 0x1fff,
+    MAX_WEIGHT = 128,
+    WEIGHT_MASK = MAX_WEIGHT - 1,
+    MAX_COUNTS = 2 * NUM_SLOTS, /* reached counts that may wait to be drained */
+    MAX_STRAYS = 64,            /* stray events likewise; more are joined or only counted */
+    MAX_IN_FLIGHT = 128,        /* messages of one peer inside libfabric: bounds what a cancel must wait for */
+    JOINED_BYTES = 1 << 20,     /* pieces are joined into one message up to this: beyond it, joining lost speed */
+    POSTS_PER_TURN = 16,        /* messages for one peer before the next peer's turn */
+};
+
+/* ---- intrusive list: a write is on at most one ---- */
+struct link {
+    struct link *previous, *next;
+};
+
+static inline void list_init(struct link *list) { list->previous = list->next = list; }
+static inline bool list_empty(const struct link *list) { return list->next == list; }
+static inline void list_remove(struct link *link)
+{
+    link->previous->next = link->next;
+    link->next->previous = link->previous;
+    list_init(link);
+}
+static inline void list_append(struct link *list, struct link *link)
+{
+    link->previous = list->previous;
+    link->next = list;
+    list->previous->next = link;
+    list->previous = link;
+}
+
+/* ---- what the progress thread works on ---- */
+struct endpoint {
+    struct fid_ep *ep;
+    struct fid_av *av;
+};
+
+/* Place of a table, first in each entry. A handle is (uses << 16 | index + 1): an old one does not name the next owner. */
+struct place {
+    uint32_t handle; /* 0: no caller knows it any more */
+    uint32_t uses;
+    bool taken;
+};
+
+struct cursor {
+    uint32_t layer, page, piece;
+};
+
+struct write {
+    struct link link; /* first: on a peer's `ready`, on a watch's `armed`, or on none */
+    struct pdd_write spec;
+    struct peer *peer;
+    struct watch *watch;
+    struct cursor cursor; /* next piece to post */
+    uint32_t slot;
+    uint32_t in_flight; /* messages inside libfabric */
+    int error;
+    bool ended;   /* nothing more will be posted */
+    uint64_t posted_pieces;
+    uint64_t posted_bytes;
+};
+
+/* Context of one message. Its array lives until libfabric has given all of them back, or the port is closed. */
+struct message {
+    struct fi_context2 context; /* first */
+    struct peer *peer;
+    struct write *write; /* NULL: the write ended without waiting for it */
+};
+
+/* A remote endpoint, and an endpoint of ours that writes to nobody else: a peer that hangs takes nothing with it, and
+ * dropping it closes what could still read the source or write to the target. */
+struct peer {
+    struct place place; /* taken until libfabric has given back every message */
+    struct endpoint endpoint;
+    fi_addr_t address;
+    struct link ready;
+    struct message *messages;
+    uint32_t *free_messages; /* stack of indices */
+    uint32_t num_free;
+    uint64_t stalled_since_ns; /* 0: not stalled. libfabric says EAGAIN since then */
+    uint64_t retry_ns;
+};
+
+struct memory {
+    struct place place;
+    struct endpoint endpoint;
+    struct fid_mr *mr;
+    void *descriptor;
+    uint64_t address, length_bytes;
+};
+
+struct watch {
+    struct place place;
+    const _Atomic uint64_t *counter;
+    int wake_fd; /* -1: polled */
+    uint64_t seen;
+    struct link armed;
+};
+
+/* ---- from the caller's thread to the progress thread ---- */
+enum command_kind { COMMAND_WRITE = 1, COMMAND_CANCEL, COMMAND_REACHED, COMMAND_CALL, COMMAND_STOP };
+
+struct command {
+    uint32_t kind;
+    uint32_t number; /* slot of a write, or immediate */
+    void *pointer;
+};
+
+/* A control call, on the caller's stack while it waits. */
+struct call {
+    int (*function)(struct pdd_port *port, struct call *call);
+    uint64_t address, length_bytes;
+    uint32_t handle;
+    int32_t fd;
+    const uint8_t *bytes;
+    struct pdd_memory *memory;
+    int result;
+    sem_t done;
+};
+
+/* Count of one immediate in one word, so that arming, counting and a new goal can race without a lock:
+ *
+ *      63      62       61          48 47         24 23          0
+ *    | armed | reached | generation   |    goal     |    count    |
+ *
+ * Whoever sets `reached` causes the one event. After that the word rests, so that the count can still be asked for. */
+struct count {
+    _Atomic uint64_t word;
+    uint64_t first_ns, last_ns; /* progress thread's */
+};
+
+struct pdd_port {
+    /* fixed after open */
+    struct fi_info *fabric_info;
+    struct fid_fabric *fabric;
+    struct fid_domain *domain;
+    struct fid_cq *cq;
+    struct endpoint endpoint; /* of the port's own address */
+    uint8_t address[MAX_ADDRESS_BYTES];
+    size_t address_bytes;
+    int cq_fd; /* -1: the provider has none */
+    int wake_fd, event_fd;
+    uint64_t spin_ns;
+    uint32_t max_writes, max_iov, max_in_flight;
+    uint64_t max_message_bytes;
+    pthread_t thread;
+
+    /* caller's thread */
+    bool closed;
+    struct write **slot_writes; /* NULL: free */
+    bool *slot_cancelled;
+    uint32_t *free_slots;
+    uint32_t num_free_slots;
+    uint32_t counts_reserved;
+
+    /* shared */
+    struct pdd_ring commands, events;
+    _Atomic bool sleeping;  /* the progress thread is in poll, or about to be */
+    _Atomic bool signalled; /* event_fd is readable, or about to be */
+    _Atomic uint32_t num_armed;
+    _Atomic uint32_t strays_waiting; /* stray events in the ring */
+    struct count counts[NUM_SLOTS];
+    struct {
+        _Atomic uint64_t num_messages, num_pieces, num_bytes, num_arrived, num_strays, num_strays_unnamed, num_errors,
+            num_busy, num_wakeups;
+    } stats;
+
+    /* progress thread */
+    bool stopping;
+    int failed;
+    uint64_t now_ns, active_ns;
+    struct write **live; /* by slot */
+    struct peer peers[MAX_PEERS];
+    struct memory memories[MAX_MEMORIES];
+    struct watch watches[MAX_WATCHES];
+    uint32_t num_peers, num_memories, num_watches; /* high-water marks */
+    uint32_t in_flight;
+    struct {
+        uint32_t immediate;
+        uint64_t num_pieces;
+    } strays[MAX_STRAYS];
+    uint32_t num_strays;
+};
+
+static inline uint64_t monotonic_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static inline void add_stat(_Atomic uint64_t *stat, uint64_t number)
+{
+    /* One writer; a torn read is all that has to be avoided. */
+    atomic_store_explicit(stat, atomic_load_explicit(stat, memory_order_relaxed) + number, memory_order_relaxed);
+}
+
+/* ECANCELED is the caller's word for what he stopped himself; libfabric says it when a connection broke. Numbers from
+ * 256 on are libfabric's own. */
+static inline int error_number(int error)
+{
+    if (error == FI_ECANCELED)
+        return ECONNABORTED;
+    return error > 0 && error < FI_ERRNO_OFFSET ? error : EIO;
+}
+
+/* pdd_open.c */
+int pdd_endpoint_open(struct pdd_port *port, struct endpoint *endpoint);
+void pdd_endpoint_close(struct endpoint *endpoint);
+int pdd_endpoint_name(const struct endpoint *endpoint, uint8_t *address, size_t *address_bytes);
+
+/* pdd_control.c */
+struct peer *pdd_find_peer(struct pdd_port *port, uint32_t handle);
+struct memory *pdd_find_memory(struct pdd_port *port, uint32_t handle);
+struct watch *pdd_find_watch(struct pdd_port *port, uint32_t handle);
+/* from here on the progress thread only */
+int pdd_do_register(struct pdd_port *port, struct call *call);
+int pdd_do_release(struct pdd_port *port, struct call *call);
+int pdd_do_add_peer(struct pdd_port *port, struct call *call);
+int pdd_do_drop_peer(struct pdd_port *port, struct call *call);
+int pdd_do_watch(struct pdd_port *port, struct call *call);
+int pdd_do_unwatch(struct pdd_port *port, struct call *call);
+void pdd_free_if_idle(struct pdd_port *port, struct peer *peer);
+
+/* pdd_write.c, on the progress thread */
+void pdd_take_write(struct pdd_port *port, struct write *write);
+void pdd_end_write(struct pdd_port *port, struct write *write, int error);
+void pdd_cancel_write(struct pdd_port *port, struct write *write);
+void pdd_abandon_write(struct pdd_port *port, struct write *write);
+void pdd_message_done(struct pdd_port *port, struct message *message, int error);
+unsigned pdd_post(struct pdd_port *port);
+unsigned pdd_sample_watches(struct pdd_port *port);
+
+/* pdd_progress.c */
+void *pdd_progress(void *port);
+void pdd_wake(struct pdd_port *port);
+void pdd_signal_events(struct pdd_port *port);
+void pdd_push_event(struct pdd_port *port, const struct pdd_event *event);
+unsigned pdd_read_completions(struct pdd_port *port);
+
+/* pdd_count.c */
+void pdd_count_arrival(struct pdd_port *port, uint32_t data);
+void pdd_push_reached(struct pdd_port *port, uint32_t immediate);
+void pdd_push_strays(struct pdd_port *port);
+
+#endif

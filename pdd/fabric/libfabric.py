@@ -1,0 +1,220 @@
+"""The real port: libfabric, through the C library in native/. The only file that touches ffi.
+
+A handoff's bytes pass here twice: the prefiller's `write` hands a whole chunk to the progress thread of its port, and
+the decoder's port counts what arrives. Everything in between happens in C; Python sees the events.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from array import array
+from pathlib import Path
+
+from pdd._fabric import ffi, lib
+from pdd.base.errors import FabricBusy, FabricError, FabricUnavailable
+from pdd.base.ids import Immediate
+from pdd.fabric.port import (
+    CountReached,
+    Event,
+    Memory,
+    Peer,
+    Piece,
+    PortFailed,
+    ProviderInfo,
+    RegisteredMemory,
+    StrayWrite,
+    Token,
+    Watch,
+    Write,
+    WriteDone,
+)
+from pdd.topology.model import Provider
+
+PROVIDERS = {Provider.TCP: "net,tcp,tcp;ofi_rxm", Provider.SHM: "shm"}
+"""libfabric's names in order of choice. 1.17 calls its own TCP endpoint `net`; newer libraries call it `tcp`."""
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (where the shm provider keeps its endpoints)
+ADDRESS_BYTES = 256
+MAX_EVENTS = 256
+NS = 1e-9
+
+
+def sweep_dead_endpoints(directory: Path) -> list[Path]:
+    """Removes the endpoints that ports of this user left when they were killed; returns what it removed."""
+    removed = []
+    for path in directory.glob("pdd-*:*"):
+        owner = re.match(r"pdd-(\d+):", path.name)
+        if owner and not Path(f"/proc/{owner[1]}").exists() and path.stat().st_uid == os.getuid():
+            path.unlink(missing_ok=True)
+            removed.append(path)
+    return removed
+
+
+def _check(result: int, doing: str) -> int:
+    """Passes what is not negative; raises FabricBusy or FabricError for the rest."""
+    if result >= 0:
+        return result
+    text = f"fabric: {doing}: {ffi.string(lib.pdd_strerror(result)).decode()}"
+    raise (FabricBusy if result == -errno.EAGAIN else FabricError)(text, -result)
+
+
+class LibfabricPort:
+    """FabricPort over libfabric. All calls come from one thread. `open` opens one; `close` it when done."""
+
+    @classmethod
+    def open(cls, provider: Provider, host: str, spin_us: int) -> LibfabricPort:
+        """Opens the best provider of this kind on a host's address. Raises FabricUnavailable."""
+        if provider is Provider.SHM:
+            sweep_dead_endpoints(SHARED_MEMORY)
+        return cls(PROVIDERS[provider], host, spin_us)
+
+    def __init__(self, providers: str, host: str, spin_us: int, max_writes: int = 4096) -> None:
+        """`providers` are libfabric's names in order of choice, separated by commas."""
+        names, address = ffi.new("char[]", providers.encode()), ffi.new("char[]", host.encode())
+        options = ffi.new("struct pdd_options *", (names, address, spin_us, max_writes))
+        port, message = ffi.new("pdd_port **"), ffi.new("char[]", 1024)
+        if lib.pdd_open(options, port, message, 1024):
+            raise FabricUnavailable(
+                f"{ffi.string(message).decode(errors='replace')}. Check `fabric.provider` and the node's `host` in the "
+                "topology, and that libfabric 1.17 or newer is installed (`fi_info -l` lists its providers)"
+            )
+        self._host = host
+        self._port = ffi.gc(port[0], lib.pdd_free)
+        self._events = ffi.new("struct pdd_event[]", MAX_EVENTS)
+        self._handle = ffi.new("uint32_t *")
+
+    @property
+    def info(self) -> ProviderInfo:
+        info = ffi.new("struct pdd_info *")
+        lib.pdd_get_info(self._port, info)
+        return ProviderInfo(
+            provider=ffi.string(info.provider).decode(),
+            library_version=ffi.string(info.library_version).decode(),
+            pages_per_write=info.pages_per_write,
+            max_write_bytes=info.max_write_bytes,
+            fences=bool(info.fences),
+        )
+
+    @property
+    def address(self) -> bytes:
+        buffer = ffi.new("uint8_t[]", ADDRESS_BYTES)
+        return bytes(ffi.buffer(buffer, _check(lib.pdd_address(self._port, buffer, ADDRESS_BYTES), "address")))
+
+    @property
+    def host(self) -> str:
+        return self._host
+
+    def statistics(self) -> dict[str, int]:
+        """Counters since `open`, by name (see struct pdd_stats)."""
+        stats = ffi.new("struct pdd_stats *")
+        lib.pdd_get_stats(self._port, stats)
+        return {name: getattr(stats, name) for name, _ in ffi.typeof("struct pdd_stats").fields}
+
+    def register(self, address: int, length_bytes: int) -> RegisteredMemory:
+        out = ffi.new("struct pdd_memory *")
+        _check(lib.pdd_register(self._port, address, length_bytes, out), f"register {length_bytes} bytes")
+        own_address = bytes(ffi.buffer(out.address, out.address_bytes))
+        return RegisteredMemory(Memory(out.memory), out.key, out.base, own_address)
+
+    def release(self, memory: Memory) -> None:
+        _check(lib.pdd_release(self._port, memory), f"release memory {memory}")
+
+    def add_peer(self, address: bytes) -> Peer:
+        _check(lib.pdd_add_peer(self._port, address, len(address), self._handle), f"add peer at {address.hex()}")
+        return Peer(self._handle[0])
+
+    def drop_peer(self, peer: Peer) -> None:
+        _check(lib.pdd_drop_peer(self._port, peer), f"drop peer {peer}")
+
+    def watch(self, counter_address: int, wake_fd: int) -> Watch:
+        _check(lib.pdd_watch(self._port, counter_address, wake_fd, self._handle), "watch a layer counter")
+        return Watch(self._handle[0])
+
+    def unwatch(self, watch: Watch) -> None:
+        _check(lib.pdd_unwatch(self._port, watch), f"unwatch {watch}")
+
+    def expect(self, immediate: Immediate, num_pieces: int) -> None:
+        _check(lib.pdd_expect(self._port, immediate, num_pieces), f"expect {num_pieces} pieces for {immediate:#x}")
+
+    def arrived(self, immediate: Immediate) -> int:
+        return int(lib.pdd_arrived(self._port, immediate))
+
+    def change_expected(self, immediate: Immediate, num_pieces: int) -> None:
+        result = lib.pdd_change_expected(self._port, immediate, num_pieces)
+        _check(result, f"change to {num_pieces} expected pieces for {immediate:#x}")
+
+    def unexpect(self, immediate: Immediate) -> int:
+        return int(lib.pdd_unexpect(self._port, immediate))
+
+    def write(self, write: Write) -> None:
+        if len(write.source_pages) != len(write.target_pages):
+            numbers = f"{len(write.source_pages)} source pages and {len(write.target_pages)} target pages"
+            raise FabricError(f"fabric: write {write.token} has {numbers}: they must be as many", errno.EINVAL)
+        try:
+            # Three bulk copies and no loop over pages; the library copies once more.
+            source_pages = ffi.from_buffer("uint32_t[]", array("I", write.source_pages))
+            target_pages = ffi.from_buffer("uint32_t[]", array("I", write.target_pages))
+            pieces = ffi.new("struct pdd_piece[]", [_piece_fields(piece) for piece in write.pieces])
+            spec = ffi.new("struct pdd_write *", _write_fields(write, source_pages, target_pages, pieces))
+        except OverflowError as error:
+            raise FabricError(f"fabric: write {write.token}: {error}", errno.EINVAL) from error
+        _check(lib.pdd_submit(self._port, spec), f"write {write.token}")
+
+    def cancel(self, token: Token) -> None:
+        lib.pdd_cancel(self._port, token)
+
+    def fileno(self) -> int:
+        return int(lib.pdd_event_fd(self._port))
+
+    def events(self) -> list[Event]:
+        found: list[Event] = []
+        number = MAX_EVENTS
+        while number == MAX_EVENTS:
+            number = lib.pdd_drain(self._port, self._events, MAX_EVENTS)
+            found += [_event(self._events[i]) for i in range(number)]
+        return found
+
+    def close(self) -> None:
+        lib.pdd_close(self._port)
+
+
+def _piece_fields(piece: Piece) -> tuple[int, int, int]:
+    return piece.source_offset_bytes, piece.target_offset_bytes, piece.length_bytes
+
+
+def _write_fields(
+    write: Write, source_pages: ffi.CData, target_pages: ffi.CData, pieces: ffi.CData
+) -> dict[str, int | ffi.CData]:
+    """The fields of struct pdd_write; the caller keeps the arrays alive."""
+    return {
+        "token": write.token,
+        "key": write.key,
+        "source_base": write.source_base,
+        "source_layer_bytes": write.source_layer_bytes,
+        "source_page_bytes": write.source_page_bytes,
+        "target_base": write.target_base,
+        "target_layer_bytes": write.target_layer_bytes,
+        "target_page_bytes": write.target_page_bytes,
+        "counter_base": write.counter_base,
+        "peer": write.peer,
+        "memory": write.memory,
+        "watch": write.watch or 0,
+        "immediate": write.immediate,
+        "num_layers": write.num_layers,
+        "num_pages": len(write.source_pages),
+        "num_pieces": len(write.pieces),
+        "source_pages": source_pages,
+        "target_pages": target_pages,
+        "pieces": pieces,
+    }
+
+
+def _event(event: ffi.CData) -> Event:
+    if event.kind == lib.PDD_WRITE_DONE:
+        return WriteDone(Token(event.token), event.error, event.num_pieces, event.num_bytes)
+    if event.kind == lib.PDD_COUNT_REACHED:
+        return CountReached(Immediate(event.immediate), event.first_ns * NS, event.last_ns * NS)
+    if event.kind == lib.PDD_STRAY:
+        return StrayWrite(Immediate(event.immediate), event.num_pieces)
+    return PortFailed(event.error)
