@@ -20,8 +20,9 @@ from typing import TypeVar
 
 import msgspec
 
-from pdd.base.errors import InvariantBroken, ModelInvalid, OperatorError, TopologyInvalid
+from pdd.base.errors import InvariantBroken, OperatorError, TopologyInvalid
 from pdd.engine.config import ModelConfig
+from pdd.engine.pack import PackedModel, open_packed
 from pdd.engine.protocol import ExecutorConfig, ExecutorFailed, ExecutorReady, FromExecutor, Step, StepDone
 from pdd.engine.runner import LayerProgress, Model, Runner
 from pdd.engine.toy import ToyModel
@@ -76,11 +77,11 @@ def serve(channel: Channel) -> None:
     config = _decoded(body, ExecutorConfig)
     _pin(config)
     started_s = time.monotonic()
-    model_config = read_model_config(Path(config.model_dir))
-    arena = Arena.create(plan_layout(model_config, config))
+    packed = open_packed(Path(config.model_dir), config.dtype)
+    arena = Arena.create(plan_layout(packed.config, config))
     counter, wake = LayerCounter.create(), WakeFd.create()
-    model = build_model(model_config, config, arena, LayerProgress(counter, wake))
-    runner = Runner(model, arena.layout, model_config.vocab_size)
+    model = build_model(packed, arena, LayerProgress(counter, wake), config.threads)
+    runner = Runner(model, arena.layout, packed.config.vocab_size)
     ready = ExecutorReady(layout=arena.layout, load_s=time.monotonic() - started_s, resident_bytes=resident_bytes())
     channel.send(ready, (arena.fd, counter.fd, wake.fd))
     while (body := channel.receive()) is not None:
@@ -88,17 +89,6 @@ def serve(channel: Channel) -> None:
         started_s = time.monotonic()
         sampled = runner.step(step)
         channel.send(StepDone(number=step.number, sampled=sampled, compute_s=time.monotonic() - started_s))
-
-
-def read_model_config(model_dir: Path) -> ModelConfig:
-    """Raises ModelInvalid where the packed directory has no readable `config.json`."""
-    path = model_dir / "config.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=ModelConfig)
-    except OSError as error:
-        raise ModelInvalid(f"{path}: {error.strerror}; is this a packed model directory?") from error
-    except msgspec.MsgspecError as error:
-        raise ModelInvalid(f"{path}: {error}; pack the model again") from error
 
 
 def plan_layout(model: ModelConfig, config: ExecutorConfig) -> KvLayout:
@@ -121,13 +111,13 @@ def plan_layout(model: ModelConfig, config: ExecutorConfig) -> KvLayout:
     return msgspec.structs.replace(layout, num_pages=num_pages)
 
 
-def build_model(model: ModelConfig, config: ExecutorConfig, arena: Arena, progress: LayerProgress) -> Model:
+def build_model(packed: PackedModel, arena: Arena, progress: LayerProgress, threads: int) -> Model:
     """Only an executor whose model needs torch imports it."""
-    if model.architecture == "toy":
-        return ToyModel(model, arena, progress)
+    if packed.config.architecture == "toy":
+        return ToyModel(packed.config, arena, progress)
     from pdd.engine.models.llama import load_llama  # noqa: PLC0415
 
-    return load_llama(model, config, arena, progress)
+    return load_llama(packed, arena, progress, threads)
 
 
 def resident_bytes() -> int:

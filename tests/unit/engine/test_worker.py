@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdd.engine.config import ModelConfig, Rope
+from pdd.engine.config import ModelConfig, Rope, TextConfig
 from pdd.engine.protocol import (
     ExecutorConfig,
     ExecutorFailed,
@@ -78,6 +78,7 @@ def executor() -> Iterator[Executor]:
 
 def config(tmp_path: Path, **changes: object) -> ExecutorConfig:
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(MODEL))
+    (tmp_path / "text.json").write_bytes(msgspec.json.encode(TextConfig(kind="toy")))
     cores = tuple(os.sched_getaffinity(0))[:1]
     values = ExecutorConfig(
         replica="node/0", rank=0, role="colocated", model_dir=str(tmp_path), dtype="float32", page_tokens=4,
