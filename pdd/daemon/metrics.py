@@ -59,10 +59,11 @@ class Metrics:
         self.illegal_events = counter("illegal_events", "Events that a state machine refused: each is a bug")
         self.steps = counter("steps", "Steps run by executors", ("replica",))
         self.step_compute = seconds("step_compute_seconds", "Compute time of a step in the executor", ("role",))
-        self.prefix_cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up", ("replica",))
-        self.prefix_cache_hits = counter("prefix_cache_hits", "Prompt tokens found in the cache", ("replica",))
         self.requests_in_state = gauge("requests_in_state", "Requests that have not ended", ("side", "state"))
         self.pages = gauge("pages", "KV pages by what they are used for", ("replica", "use"))
+        self.prefix_cache_tokens = gauge(
+            "prefix_cache_tokens", "Prompt tokens looked up in the prefix cache, and found", ("replica", "what")
+        )
         self.peers_up = gauge("peers_up", "Control links that are up")
         self.ready = gauge("ready", "1 when the daemon can serve")
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from pdd.base.errors import PddError
+from pdd.base.errors import PddError, QueueFull
 from pdd.lifecycle.request import ErrorInfo
 
 
@@ -106,4 +106,5 @@ def broken(error: PddError) -> Broken:
 
 def error_info(error: PddError) -> ErrorInfo:
     """A PddError as the data that a frontend answers with."""
-    return ErrorInfo(error.code, str(error), error.http_status, error.retryable)
+    retry_after_s = error.retry_after_s if isinstance(error, QueueFull) else None
+    return ErrorInfo(error.code, str(error), error.http_status, error.retryable, retry_after_s)

@@ -67,6 +67,8 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     message: str
     http_status: int
     retryable: bool
+    retry_after_s: float | None = None
+    """For 429: when to come back."""
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,3 +88,11 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def last(self) -> bool:
         return self.finish_reason is not None or self.error is not None
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    """Whether a daemon can serve now, and why (not)."""
+
+    ready: bool
+    reason: str
+    """One sentence for an operator; also when ready (for example that no prefiller is reachable)."""

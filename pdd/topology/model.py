@@ -30,7 +30,7 @@ Bytes = Annotated[
         ge=1,
         le=2**50,
         extra={"unit": "bytes"},
-        extra_json_schema={"type": ["integer", "string"], "pattern": SIZE_PATTERN},
+        extra_json_schema={"pattern": SIZE_PATTERN},
     ),
 ]
 
@@ -96,6 +96,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Requests that wait for pages on one replica before new ones get 429."""
     timeout_s: Seconds = 600.0
     """Deadline of a request that names none."""
+    drain_s: Seconds = 30.0
+    """How long a daemon that was told to stop lets running requests go on."""
     max_body_bytes: Bytes = 8 * 1024 * 1024
 
 

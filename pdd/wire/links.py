@@ -151,6 +151,14 @@ class Links:
         link = self._peers[peer].link
         return link is not None and link.send(message)
 
+    def cut(self, peer: NodeName, reason: str) -> None:
+        """Ends the link to a peer that is connected but not to be trusted; it may say hello again. `link_down` comes
+        before this returns. Nothing happens when no link to it is up."""
+        link = self._peers[peer].link
+        if link is not None:
+            link.end(reason)
+            self._down(link)
+
     def rows(self) -> tuple[PeerRow, ...]:
         return tuple(self._row(name, peer) for name, peer in self._peers.items())
 

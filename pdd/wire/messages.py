@@ -167,6 +167,9 @@ class PrefillStopped(Message, frozen=True):
     reason: str
 
 
+HandoffMessage = PrefillAccepted | PrefillRejected | PrefillEnded | PrefillStopped
+"""What a prefiller says about a ticket to the decoder that sent it."""
+
 AnyMessage = (
     Hello
     | Proof

@@ -1,0 +1,152 @@
+"""`pdd`: daemons, and what is run beside them. Operators talk to running daemons with `pdctl`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import rich.progress
+import uvloop
+
+import pdd
+from pdd.base.errors import OperatorError, PddError
+from pdd.base.ids import NodeName
+from pdd.daemon.gateway import Gateway
+from pdd.daemon.main import Daemon, max_sequence_tokens
+from pdd.daemon.service import set_up_logs
+from pdd.daemon.up import run_nodes
+from pdd.engine.pack import PackedModel, pack
+from pdd.http import chat
+from pdd.http.plan import ServedModel
+from pdd.http.server import HttpServer
+from pdd.http.text import open_text
+from pdd.topology.check import check_local
+from pdd.topology.load import load
+from pdd.topology.model import Http, Topology
+from pdd.wire.keyfile import ensure_key, load_key
+
+_TOPOLOGY = "topology file (YAML)"
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit codes: 0 done, 1 failed, 2 usage, 4 topology, model or key file invalid."""
+    args = _parser().parse_args(argv)
+    command: Command = args.command
+    try:
+        return command(args)
+    except PddError as error:
+        print(f"pdd: {error}", file=sys.stderr)
+        return error.exit_code if isinstance(error, OperatorError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pdd", description="Disaggregated prefill/decode serving for LLMs.")
+    parser.add_argument("--version", action="version", version=f"pdd {pdd.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, text: str, command: Command) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=command)
+        return sub
+
+    daemon = add("daemon", "run one node of a topology", _daemon)
+    daemon.add_argument("--topology", required=True, type=Path, help=_TOPOLOGY)
+    daemon.add_argument("--node", required=True, type=NodeName, help="which of its nodes this is")
+    up = add("up", "run all nodes of a topology on this machine", _up)
+    up.add_argument("topology", type=Path, help=_TOPOLOGY)
+    for sub in (daemon, up):
+        sub.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    prepare = add("prepare", "convert the model of a topology once, before any daemon needs it", _prepare)
+    prepare.add_argument("topology", type=Path, help=_TOPOLOGY)
+    talk = add("chat", "send one chat request and print the answer as it comes", _chat)
+    talk.add_argument("--topology", required=True, type=Path, help=_TOPOLOGY)
+    chat.add_arguments(talk)
+    bench = add("bench", "measure: fabric, engine or serve; `pdd bench` alone says more", _bench)
+    bench.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _daemon(args: argparse.Namespace) -> int:
+    topology = load(args.topology)
+    if args.node not in topology.nodes:
+        names = ", ".join(topology.nodes)
+        raise OperatorError(f"{args.topology} has no node {args.node}; it has {names}")
+    check_local(topology, args.node)
+    key = load_key(topology.cluster.key_file)
+    model = _packed(topology)
+    set_up_logs(args.log_level, node=args.node)
+
+    def make_http(gateway: Gateway, http: Http) -> HttpServer:
+        served = _served(topology, model)
+        return HttpServer(gateway, served, http=http, limits=topology.limits)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(Daemon(topology, args.node, model, key, make_http).run())
+    return 0
+
+
+def _served(topology: Topology, model: PackedModel) -> ServedModel:
+    return ServedModel(
+        name=topology.model.name,
+        text=open_text(model.text, tokenizer_file=model.tokenizer, vocab_size=model.config.vocab_size),
+        max_sequence_tokens=max_sequence_tokens(topology, model),
+    )
+
+
+def _up(args: argparse.Namespace) -> int:
+    topology = load(args.topology)
+    for node in topology.nodes:
+        check_local(topology, node)
+    ensure_key(topology.cluster.key_file)
+    _packed(topology)  # once, with a progress bar, before the daemons all wait for it
+    set_up_logs(args.log_level, node="up")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run_nodes(args.topology, topology.nodes, args.log_level))
+    return 0
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    model = _packed(load(args.topology))
+    print(f"{model.dir}: {model.dtype}, digest {model.digest}")
+    return 0
+
+
+def _packed(topology: Topology) -> PackedModel:
+    cache = Path(os.environ.get("PDD_CACHE", "~/.cache/pdd")).expanduser()
+    bar = rich.progress.Progress(
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.TaskProgressColumn(),
+        rich.progress.TimeElapsedColumn(),
+        console=rich.console.Console(stderr=True),
+        transient=True,
+    )
+    tasks: dict[str, rich.progress.TaskID] = {}
+
+    def progress(stage: str, fraction: float) -> None:
+        if stage not in tasks:
+            tasks[stage] = bar.add_task(f"{stage} {topology.model.path.name}", total=1.0)
+        bar.update(tasks[stage], completed=fraction)
+
+    with bar:
+        return pack(topology.model.path, topology.model.dtype, cache, progress)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    return chat.run(load(args.topology), args)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    """Benches are programs of their own: one of them needs torch, which nothing else here may load."""
+    os.execv(sys.executable, [sys.executable, "-m", "pdd.bench", *args.rest])  # noqa: S606
+
+
+if __name__ == "__main__":
+    sys.exit(main())

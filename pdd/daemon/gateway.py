@@ -1,0 +1,31 @@
+"""The daemon as the HTTP floor sees it (http.port.Generator)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+from pdd.base.ids import RequestId
+from pdd.daemon import report
+from pdd.daemon.node import Node
+from pdd.lifecycle.request import GenerateRequest, Readiness, TokenOutput
+
+
+class Gateway:
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenOutput, None]:
+        return self._node.frontend.generate(request)
+
+    def stop(self, request: RequestId) -> None:
+        self._node.frontend.stop(request)
+
+    def readiness(self) -> Readiness:
+        return self._node.readiness()
+
+    def health(self) -> dict[str, object]:
+        return report.health(self._node)
+
+    def metrics_text(self) -> bytes:
+        report.refresh_gauges(self._node)
+        return self._node.metrics.text()

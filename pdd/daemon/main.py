@@ -1,0 +1,174 @@
+"""One daemon from start to end: admin socket, links, HTTP and replicas come up; a signal drains them; down they go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from pdd.base.clock import MonotonicClock
+from pdd.base.ids import NodeName, new_incarnation
+from pdd.daemon import report
+from pdd.daemon.admin import AdminServer
+from pdd.daemon.gateway import Gateway
+from pdd.daemon.node import Node
+from pdd.daemon.replica import Replica, executor_config
+from pdd.daemon.service import Notifier, on_signals
+from pdd.engine.pack import PackedModel
+from pdd.engine.worker import plan_layout
+from pdd.topology.model import Http, Role, Topology
+from pdd.topology.run_dir import make_run_dir
+from pdd.wire.admin import socket_path
+from pdd.wire.links import Links
+
+log = structlog.get_logger(__name__)
+
+_DRAIN_POLL_S = 0.05
+
+
+class HttpService(Protocol):
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+MakeHttp = Callable[[Gateway, Http], HttpService]
+"""The HTTP floor is a sibling of this one: whoever knows both (pdd/__main__.py) passes it in."""
+
+
+class Daemon:
+    """`run` is its whole life."""
+
+    def __init__(self, topology: Topology, name: NodeName, model: PackedModel, key: bytes, make_http: MakeHttp) -> None:
+        self._topology = topology
+        self._name = name
+        self._model = model
+        self._key = key
+        self._make_http = make_http
+        self._notifier = Notifier()
+        self._node = Node(topology, name, new_incarnation(), MonotonicClock())
+
+    async def run(self) -> None:
+        """Serves until a signal, then drains. Raises PddError when it cannot start or a replica fails."""
+        stopping = asyncio.Event()
+        on_signals(lambda _: stopping.set())
+        async with AsyncExitStack() as stack:
+            await self._open(stack)
+            serving = asyncio.create_task(self._serve(stack))
+            signalled = asyncio.create_task(stopping.wait())
+            alive = asyncio.create_task(self._feed_watchdog())
+            try:
+                await asyncio.wait((serving, signalled), return_when=asyncio.FIRST_COMPLETED)
+                if serving.done():
+                    await serving
+                log.info("stopping")
+                await self._drain()
+            finally:
+                for task in (serving, signalled, alive):
+                    task.cancel()
+                await asyncio.gather(serving, signalled, alive, return_exceptions=True)
+
+    async def _open(self, stack: AsyncExitStack) -> None:
+        """Everything that listens; a busy port is found before a model is loaded."""
+        node, config = self._node, self._topology.nodes[self._name]
+        admin = AdminServer(socket_path(make_run_dir(self._topology), self._name), partial(report.answer, node))
+        await admin.start()
+        stack.push_async_callback(admin.stop)
+        node.links = self._links()
+        stack.push_async_callback(node.links.close)
+        await node.links.start()
+        if config.http is not None:
+            server = self._make_http(Gateway(node), config.http)
+            await server.start()
+            stack.push_async_callback(server.stop)
+
+    def _links(self) -> Links:
+        names = list(self._topology.nodes)
+        config = self._topology.nodes[self._name]
+        cluster = self._topology.cluster
+        return Links(
+            node=self._name,
+            incarnation=self._node.incarnation,
+            cluster=cluster.name,
+            key=self._key,
+            host=config.host,
+            port=config.control_port,
+            peers={it: (node.host, node.control_port) for it, node in self._topology.nodes.items() if it != self._name},
+            dial=names[names.index(self._name) + 1 :],
+            heartbeat_s=cluster.heartbeat_s,
+            silence_s=cluster.silence_s,
+            user=self._node,
+        )
+
+    async def _serve(self, stack: AsyncExitStack) -> None:
+        """Starts the replicas and waits for the first that fails; raises its error."""
+        topology, node = self._topology, self._node
+        runs = []
+        try:
+            for name, config in topology.replicas(self._name).items():
+                replica = await Replica.start(
+                    name,
+                    config,
+                    self._model,
+                    host=topology.nodes[self._name].host,
+                    fabric=topology.fabric,
+                    limits=topology.limits,
+                    max_sequence_tokens=max_sequence_tokens(topology, self._model),
+                    clock=node.clock,
+                    metrics=node.metrics,
+                )
+                stack.push_async_callback(replica.stop)
+                node.add_replica(replica)
+                runs.append(asyncio.create_task(replica.run()))
+            node.starting = False
+            readiness = node.readiness()
+            log.info("node up", ready=readiness.ready, reason=readiness.reason)
+            self._notifier.ready(readiness.reason)
+            if not runs:
+                await asyncio.Event().wait()
+            done, _ = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
+            node.replica_failed()
+            raise done.pop().result()
+        finally:
+            for run in runs:
+                run.cancel()
+            await asyncio.gather(*runs, return_exceptions=True)
+
+    async def _drain(self) -> None:
+        """Takes no new requests and lets the running ones end, for `limits.drain_s` at most."""
+        node, drain_s = self._node, self._topology.limits.drain_s
+        node.draining = True
+        self._notifier.stopping(drain_s)
+        try:
+            async with asyncio.timeout(drain_s):
+                while num_unfinished := sum(1 for _ in node.running()):
+                    log.info("draining", unfinished=num_unfinished)
+                    await asyncio.sleep(_DRAIN_POLL_S)
+        except TimeoutError:
+            log.warning("requests did not end in time", drain_s=drain_s, unfinished=sum(1 for _ in node.running()))
+
+    async def _feed_watchdog(self) -> None:
+        """systemd hears from the event loop itself: when it is stuck, nothing is sent."""
+        if not self._notifier.watchdog_s:
+            return
+        while True:
+            self._notifier.alive()
+            await asyncio.sleep(self._notifier.watchdog_s / 3)
+
+
+def max_sequence_tokens(topology: Topology, model: PackedModel) -> int:
+    """Prompt and answer together: the least of what the model was trained for, what the topology allows, and what
+    the smallest decoder's KV memory holds. Raises TopologyInvalid when one holds no page at all."""
+    most = [model.config.max_position]
+    if topology.model.max_sequence_tokens is not None:
+        most.append(topology.model.max_sequence_tokens)
+    for node in topology.nodes:
+        for name, config in topology.replicas(node).items():
+            layout = plan_layout(model.config, executor_config(name, config, model))
+            if config.role is not Role.PREFILL:
+                most.append(layout.num_pages * layout.page_tokens)
+    return min(most)

@@ -1,0 +1,286 @@
+"""The node: the one owner of this daemon's state. Links, HTTP, the admin socket and replicas all call in here.
+
+Everything runs in one event loop and nothing here awaits, so each call sees and leaves a whole state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import structlog
+
+from pdd.base.clock import Clock
+from pdd.base.errors import BadRequest, NoPath, PddError
+from pdd.base.ids import Incarnation, NodeName, ReplicaName, RequestId
+from pdd.daemon.decode import DecodeSide
+from pdd.daemon.frontend import Frontend
+from pdd.daemon.metrics import Metrics
+from pdd.daemon.peers import Peer, PeerBook
+from pdd.daemon.prefill import PrefillSide
+from pdd.daemon.records import Record
+from pdd.daemon.replica import Replica
+from pdd.daemon.side import Control
+from pdd.daemon.stories import Stories
+from pdd.lifecycle.events import error_info
+from pdd.lifecycle.request import Readiness, TokenOutput
+from pdd.topology.model import OnHandoffFailure, Role, Topology
+from pdd.transfer.plan import incompatibilities
+from pdd.wire import messages as wire
+from pdd.wire.links import Links
+
+log = structlog.get_logger(__name__)
+
+
+class Node:
+    """Made before its links and replicas; `links` is set and `add_replica` called as they come up."""
+
+    links: Links
+
+    def __init__(self, topology: Topology, name: NodeName, incarnation: Incarnation, clock: Clock) -> None:
+        self.topology = topology
+        self.name = name
+        self.incarnation = incarnation
+        self.clock = clock
+        self.started_s = clock.now_s()
+        self.metrics = Metrics()
+        self.stories = Stories()
+        self.peers = PeerBook()
+        self.draining = False
+        self.starting = True
+        """Until every replica of this node is up."""
+        self.replicas: dict[ReplicaName, Replica] = {}
+        self.frontend = Frontend(self.peers, self.send)
+        self._decode: dict[ReplicaName, DecodeSide] = {}
+        self._prefill: dict[ReplicaName, PrefillSide] = {}
+        self._frontends: dict[RequestId, NodeName] = {}
+        """Who asked for each request that is decoded here."""
+        self._num_beats = 0
+        self._control = Control(
+            clock=clock,
+            metrics=self.metrics,
+            stories=self.stories,
+            peers=self.peers,
+            incarnation=incarnation,
+            send=self.send,
+            fence=self._fence,
+        )
+        self.peers.up(name, incarnation)  # a node is its own peer: what is here is asked like what is there
+
+    # Replicas.
+
+    def add_replica(self, replica: Replica) -> None:
+        """It is up: its requests get a side, and the peers are told."""
+        self.replicas[replica.name] = replica
+        if replica.role is Role.PREFILL:
+            replica.user = self._prefill[replica.name] = PrefillSide(self._control, replica)
+        else:
+            policy, timeout_s = self.topology.handoff, self.topology.limits.timeout_s
+            replica.user = self._decode[replica.name] = DecodeSide(self._control, replica, policy, timeout_s)
+        self._announce_to_all()
+
+    def replica_failed(self) -> None:
+        """One of ours is down; its requests have been told already."""
+        self._announce_to_all()
+
+    def running(self) -> Iterator[Record]:
+        """Requests that have not ended, of both sides."""
+        for decode in self._decode.values():
+            yield from decode.records.values()
+        for prefill in self._prefill.values():
+            yield from prefill.records.values()
+
+    # What the links bring (wire.links.LinkUser).
+
+    def link_up(self, peer: NodeName, incarnation: Incarnation) -> None:
+        self.peers.up(peer, incarnation)
+        self.metrics.peers_up.inc()
+        self.send(peer, self._announcement())
+
+    def link_down(self, peer: NodeName, incarnation: Incarnation, reason: str) -> None:
+        self.peers.down(peer)
+        self.metrics.peers_up.dec()
+        for decode in self._decode.values():
+            decode.peer_down(peer, incarnation, reason)
+        for prefill in self._prefill.values():
+            prefill.peer_down(peer, incarnation, reason)
+        self.frontend.peer_down(peer, reason)
+        for request in [request for request, node in self._frontends.items() if node == peer]:
+            self._cancel(peer, wire.Cancel(request=request, stopped=False))
+
+    def message(self, peer: NodeName, incarnation: Incarnation, message: wire.Message) -> None:
+        match message:
+            case wire.Load():
+                self.peers.load(peer, message)
+            case wire.Announce():
+                self._announced(self.peers.announce(peer, message))
+            case wire.Grant():
+                self.peers.grant(peer, message)
+            case wire.Submit():
+                self._submitted(peer, message)
+            case wire.Cancel():
+                self._cancel(peer, message)
+            case wire.Output():
+                self.frontend.output(peer, message.output)
+            case wire.PrefillRequest():
+                self._prefill_asked(peer, incarnation, message)
+            case wire.CancelPrefill():
+                self._prefill_cancelled(peer, message)
+            case wire.PrefillAccepted() | wire.PrefillRejected() | wire.PrefillEnded() | wire.PrefillStopped():
+                self._handoff_news(peer, message)
+            case _:
+                log.warning("unexpected message", peer=peer, message=type(message).__name__)
+
+    def load(self) -> wire.Load:
+        self._num_beats += 1
+        replicas = tuple(replica.load(self.draining) for replica in self.replicas.values())
+        load = wire.Load(sequence=self._num_beats, replicas=replicas)
+        self.peers.load(self.name, load)
+        return load
+
+    def send(self, peer: NodeName, message: wire.Message) -> bool:
+        if peer == self.name:
+            asyncio.get_running_loop().call_soon(self.message, peer, self.incarnation, message)
+            return True
+        return self.links.send(peer, message)
+
+    def _fence(self, peer: NodeName, reason: str) -> None:
+        log.warning("fencing peer", peer=peer, reason=reason)
+        self.links.cut(peer, reason)
+
+    # Who fits whom.
+
+    def _announcement(self) -> wire.Announce:
+        return wire.Announce(replicas=tuple(it.info() for it in self.replicas.values() if it.failure is None))
+
+    def _announce_to_all(self) -> None:
+        for peer in list(self.peers):
+            self.send(peer.node, self._announcement())
+
+    def _announced(self, peer: Peer) -> None:
+        """Pairs each of its replicas with each of ours that it can work with."""
+        for info in peer.replicas.values():
+            for replica in self.replicas.values():
+                if {replica.role.value, info.role} != {Role.PREFILL.value, Role.DECODE.value}:
+                    continue
+                if reason := _misfit(replica.info(), info):
+                    peer.refused[info.name] = reason
+                    log.error("replicas do not fit", ours=replica.name, theirs=info.name, reason=reason)
+                elif replica.role is Role.DECODE:
+                    self._grant(peer, replica)
+                else:
+                    replica.messenger.connect(peer.incarnation, info.name, info.ranks[0].fabric_address)
+                    self.peers.seen_roles.add(info.role)
+
+    def _grant(self, peer: Peer, replica: Replica) -> None:
+        self.peers.seen_roles.add(Role.PREFILL)
+        registered = replica.messenger.grant(peer.incarnation)
+        self.send(peer.node, wire.Grant(replica=replica.name, rank=0, key=registered.key, base=registered.base))
+
+    # Requests.
+
+    def _submitted(self, peer: NodeName, message: wire.Submit) -> None:
+        request = message.request
+
+        def sink(output: TokenOutput) -> None:
+            if output.last:
+                self._frontends.pop(request.id, None)
+            self.send(peer, wire.Output(output=output))
+
+        try:
+            side = self._decode.get(message.replica)
+            if side is None or self.replicas[message.replica].failure is not None:
+                raise NoPath(f"{message.replica} is not up")
+            if self.draining:
+                raise NoPath(f"node {self.name} is draining: it takes no new requests")
+            if request.id in self._frontends:
+                raise BadRequest(f"request {request.id} is running already", param="id")
+            self._frontends[request.id] = peer
+            side.submit(request, sink)
+        except PddError as error:
+            sink(TokenOutput(request=request.id, error=error_info(error)))
+
+    def _cancel(self, peer: NodeName, message: wire.Cancel) -> None:
+        if self._frontends.get(message.request) != peer:
+            return  # it has ended, or is not this peer's to cancel
+        for side in self._decode.values():
+            if message.stopped:
+                side.stop(message.request)
+            else:
+                side.cancel(message.request, "the client is gone")
+        self._frontends.pop(message.request, None)
+
+    def cancel(self, request: RequestId, reason: str) -> None:
+        """By an operator: on whichever side it is here."""
+        for side in self._decode.values():
+            side.cancel(request, reason)
+        for prefill in self._prefill.values():
+            prefill.cancel(request, reason)
+
+    def _handoff_news(self, peer: NodeName, message: wire.HandoffMessage) -> None:
+        side = next((it for it in self._decode.values() if message.request in it.records), None)
+        if side is None or not side.message(peer, message):
+            self.metrics.stale_messages.labels(type(message).__name__).inc()
+
+    def _prefill_cancelled(self, peer: NodeName, message: wire.CancelPrefill) -> None:
+        side = next((it for it in self._prefill.values() if message.request in it.records), None)
+        if side is None or not side.cancelled(peer, message):
+            # All was sent (the decoder will count it), or it was stopped or rejected (the decoder was told).
+            self.metrics.stale_messages.labels("CancelPrefill").inc()
+
+    def _prefill_asked(self, peer: NodeName, incarnation: Incarnation, ticket: wire.PrefillRequest) -> None:
+        side = self._prefill.get(ticket.source_replica)
+        reason = ""
+        if side is None or self.replicas[ticket.source_replica].failure is not None:
+            reason = f"{ticket.source_replica} is not up on node {self.name}"
+        elif self.draining:
+            reason = f"node {self.name} is draining"
+        elif ticket.target_incarnation != incarnation:
+            reason = f"the ticket is of incarnation {ticket.target_incarnation}, the link of {incarnation}"
+        if reason or side is None:
+            rejected = wire.PrefillRejected(
+                request=ticket.request, immediate=ticket.immediate, code="not_up", reason=reason
+            )
+            self.send(peer, rejected)
+            return
+        side.receive(peer, incarnation, ticket)
+
+    # Whether it can serve.
+
+    def readiness(self) -> Readiness:
+        if self.draining:
+            return Readiness(False, "draining: no new requests are taken")
+        if self.starting:
+            return Readiness(False, "replicas of this node are starting")
+        if failed := next((it for it in self.replicas.values() if it.failure is not None), None):
+            return Readiness(False, f"replica {failed.name} failed: {failed.failure}")
+        wanted = {replica.role for node in self.topology.nodes.values() for replica in node.replicas}
+        if Role.PREFILL in wanted and any(it.role is Role.DECODE for it in self.replicas.values()):
+            return self._prefiller_readiness()
+        if self.topology.nodes[self.name].http is not None and not self.peers.candidates(
+            frozenset({Role.DECODE.value, Role.COLOCATED.value})
+        ):
+            return Readiness(False, "no decode replica is reachable")
+        return Readiness(True, "serving")
+
+    def _prefiller_readiness(self) -> Readiness:
+        if self.peers.candidates(frozenset({Role.PREFILL.value})):
+            return Readiness(True, "serving, prefill and decode apart")
+        refused = [reason for peer in self.peers for reason in peer.refused.values()]
+        why = f"no prefiller is reachable{': ' + refused[0] if refused else ''}"
+        if Role.PREFILL not in self.peers.seen_roles:
+            return Readiness(False, f"{why}; none has been since the start")
+        if self.topology.handoff.on_failure is OnHandoffFailure.RECOMPUTE:
+            return Readiness(True, f"{why}: prompts are prefilled on the decoder")
+        return Readiness(False, why)
+
+
+def _misfit(ours: wire.ReplicaInfo, theirs: wire.ReplicaInfo) -> str:
+    """Why two replicas cannot hand over to each other, each field with both values; empty when they can."""
+    differing = list(incompatibilities(ours.layout, theirs.layout))
+    if ours.model_digest != theirs.model_digest:
+        differing.append(f"model digest {ours.model_digest} here, {theirs.model_digest} there")
+    ours_provider, theirs_provider = ours.ranks[0].fabric_provider, theirs.ranks[0].fabric_provider
+    if ours_provider != theirs_provider:
+        differing.append(f"fabric provider {ours_provider} here, {theirs_provider} there")
+    return "; ".join(differing)

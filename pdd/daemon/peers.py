@@ -1,0 +1,87 @@
+"""What this daemon knows of the others: which replicas they run, how loaded those are, and what we may write to.
+
+A peer is an incarnation: when a node comes back, nothing of its earlier life is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from pdd.base.ids import Incarnation, NodeName, ReplicaName
+from pdd.daemon.balance import Candidate
+from pdd.wire.messages import Announce, Grant, Load, ReplicaInfo, ReplicaLoad
+
+
+class Peer(msgspec.Struct):
+    node: NodeName
+    incarnation: Incarnation
+    replicas: dict[ReplicaName, ReplicaInfo] = {}
+    loads: dict[ReplicaName, ReplicaLoad] = {}
+    grants: dict[ReplicaName, Grant] = {}
+    """Of its decode replicas: the key that it made for us."""
+    refused: dict[ReplicaName, str] = {}
+    """Replicas that do not fit ours, and why."""
+
+
+class PeerBook:
+    """The peers whose links are up (and the node itself, which can be its own peer)."""
+
+    def __init__(self) -> None:
+        self._peers: dict[NodeName, Peer] = {}
+        self.seen_roles: set[str] = set()
+        """Roles that some fitting peer has had since the start."""
+
+    def up(self, node: NodeName, incarnation: Incarnation) -> None:
+        self._peers[node] = Peer(node, incarnation)
+
+    def down(self, node: NodeName) -> None:
+        self._peers.pop(node, None)
+
+    def announce(self, node: NodeName, message: Announce) -> Peer:
+        """Replaces what was known of its replicas."""
+        peer = self._peers[node]
+        peer.replicas = {info.name: info for info in message.replicas}
+        peer.refused = {}
+        return peer
+
+    def load(self, node: NodeName, message: Load) -> None:
+        self._peers[node].loads = {load.name: load for load in message.replicas}
+
+    def grant(self, node: NodeName, grant: Grant) -> None:
+        self._peers[node].grants[grant.replica] = grant
+
+    def get(self, node: NodeName) -> Peer | None:
+        return self._peers.get(node)
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self._peers.values())
+
+    def owner(self, replica: ReplicaName) -> Peer | None:
+        """The peer that runs a replica; None when it is not up."""
+        return next((peer for peer in self._peers.values() if replica in peer.replicas), None)
+
+    def candidates(self, roles: frozenset[str]) -> list[Candidate]:
+        """Replicas of these roles that are up, fit and are ready for work."""
+        return [
+            _candidate(info, peer.loads.get(info.name))
+            for peer in self._peers.values()
+            for info in peer.replicas.values()
+            if info.role in roles and info.name not in peer.refused and _ready(peer.loads.get(info.name))
+        ]
+
+
+def _ready(load: ReplicaLoad | None) -> bool:
+    return load is None or load.ready  # announced, but the first heartbeat is still to come
+
+
+def _candidate(info: ReplicaInfo, load: ReplicaLoad | None) -> Candidate:
+    return Candidate(
+        name=info.name,
+        free_pages=load.free_pages if load else info.layout.num_pages,
+        num_queued=load.num_queued if load else 0,
+        num_running=load.num_running if load else 0,
+        queued_tokens=load.queued_tokens if load else 0,
+        max_sequences=info.max_sequences,
+    )

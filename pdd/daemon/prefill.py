@@ -1,0 +1,217 @@
+"""The prefill side: a ticket from its arrival to the last of its writes.
+
+Takes source pages, has the prompt computed chunk by chunk, and announces each chunk to the messenger before it runs, so
+that the C library sends every layer as soon as the executor has passed it. The machine: lifecycle/table.py, PREFILL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from pdd.base.errors import PddError
+from pdd.base.ids import Incarnation, NodeName, ReplicaName, RequestId
+from pdd.daemon.records import Record
+from pdd.daemon.replica import Replica
+from pdd.daemon.side import Control, Side
+from pdd.engine.plan import Outcome, PrefillComputed, StepPlan
+from pdd.lifecycle import events as e
+from pdd.lifecycle.events import Effect
+from pdd.lifecycle.machine import Machine
+from pdd.lifecycle.table import PREFILL, PrefillState
+from pdd.memory.pool import Allocation
+from pdd.transfer import messenger as transfer
+from pdd.wire import messages as wire
+
+
+class PrefillJob(Record):
+    def __init__(
+        self, machine: Machine, replica: ReplicaName, ticket: wire.PrefillRequest, node: NodeName, peer: Incarnation
+    ) -> None:
+        super().__init__(machine, "prefill", replica, ticket.prompt)
+        self.ticket = ticket
+        self.node = node
+        self.incarnation = peer
+        self.peer = ticket.target_replica
+        self.allocation = Allocation([], 0)
+        self.sent: transfer.Sent | None = None
+        """Kept when the last write ends before the executor has reported the step that made it."""
+        self.num_posted = 0
+        """Pieces that were posted by a handoff that was stopped."""
+        self.compute_s = 0.0
+        self.lease: asyncio.TimerHandle | None = None
+
+
+class PrefillSide(Side[PrefillJob]):
+    """All tickets that one local replica prefills."""
+
+    def __init__(self, control: Control, replica: Replica) -> None:
+        super().__init__(control)
+        self._replica = replica
+
+    def receive(self, node: NodeName, incarnation: Incarnation, ticket: wire.PrefillRequest) -> None:
+        now_s = self.control.clock.now_s()
+        machine = Machine(PREFILL, ticket.request, now_s, f"ticket from {ticket.target_replica}")
+        job = PrefillJob(machine, self._replica.name, ticket, node, incarnation)
+        if ticket.request in self.records:
+            self._reject(job, "duplicate", f"request {ticket.request} is being prefilled already")
+            return
+        job.lease = asyncio.get_running_loop().call_later(ticket.lease_s, self._lease_over, job)
+        self.begin(job)
+
+    def cancelled(self, node: NodeName, message: wire.CancelPrefill) -> bool:
+        """The decoder wants it no more. False when it means another handoff than the present one."""
+        job = self.records.get(message.request)
+        if job is None or job.ticket.immediate != message.immediate or job.node != node:
+            return False
+        self.feed(job, e.CancelAsked("the decoder cancelled"))
+        return True
+
+    def cancel(self, request: RequestId, reason: str) -> None:
+        """By an operator. Unknown requests are ignored: they have ended."""
+        if job := self.records.get(request):
+            self.feed(job, e.CancelAsked(reason))
+
+    def peer_down(self, node: NodeName, incarnation: Incarnation, reason: str) -> None:
+        for job in list(self.records.values()):
+            if job.incarnation == incarnation:
+                self.feed(job, e.CancelAsked(f"link to {node} lost: {reason}"))
+        self._replica.messenger.disconnect(incarnation)
+        self._replica.poll()
+
+    def _lease_over(self, job: PrefillJob) -> None:
+        self.feed(job, e.CancelAsked(f"the lease of {job.ticket.lease_s:g} s is over"))
+
+    # Orders.
+
+    def perform(self, effect: Effect, record: PrefillJob) -> None:
+        match effect:
+            case Effect.ALLOCATE:
+                self._allocate(record)
+            case Effect.ENQUEUE:
+                self._replica.schedule(record.prompt, record.id, None, record.allocation, record.num_cached_tokens)
+            case Effect.STOP_WRITES:
+                self._replica.scheduler.remove(record.id)
+                self._replica.messenger.stop(record.id)
+                self._replica.poll()
+            case Effect.CONFIRM_STOP:
+                self._confirm_stop(record)
+            case Effect.REJECT:
+                self._reject(record, "rejected", record.machine.story[-1].reason)
+            case Effect.RELEASE:
+                self._release(record)
+            case _:
+                raise AssertionError(effect)
+
+    def _allocate(self, job: PrefillJob) -> None:
+        try:
+            self._accept(job)
+            self._replica.admission.enqueue(job.id, job.prompt, len(job.prompt) - 1)
+        except PddError as error:
+            self.feed(job, e.Rejected(str(error)))
+            return
+        self.control.send(job.node, wire.PrefillAccepted(request=job.id, immediate=job.ticket.immediate))
+        self.admit()
+
+    def _accept(self, job: PrefillJob) -> None:
+        """Raises PddError when the ticket does not fit what we know of its sender."""
+        peer = self.control.peers.get(job.node)
+        ticket = job.ticket
+        grant = peer.grants.get(ticket.target_replica) if peer else None
+        info = peer.replicas.get(ticket.target_replica) if peer else None
+        if grant is None or info is None:
+            raise transfer.BadTicket(f"{ticket.target_replica} has granted us no memory key")
+        self._replica.messenger.accept(ticket, job.incarnation, grant.key, grant.base, info.layout)
+
+    def admit(self) -> None:
+        for admitted in self._replica.admit():
+            job, allocation = self.records[admitted.request], admitted.allocation
+            job.allocation = allocation
+            job.num_pages = len(allocation.pages)
+            job.num_cached_tokens = allocation.num_cached_tokens
+            what = f"{len(allocation.pages)} pages, {allocation.num_cached_tokens} tokens cached"
+            self.feed(job, e.PagesAllocated(what))
+
+    def _prefill_done(self, job: PrefillJob) -> None:
+        news = wire.PrefillEnded(
+            request=job.id,
+            immediate=job.ticket.immediate,
+            num_cached_tokens=job.num_cached_tokens,
+            compute_s=job.compute_s,
+        )
+        self.control.send(job.node, news)
+        job.transfer.prefill_done_s = self.control.clock.now_s()
+        self.feed(job, e.PrefillDone(f"computed in {job.compute_s * 1e3:.0f} ms"))
+        if job.sent is not None:
+            self._all_sent(job, job.sent)
+
+    def _confirm_stop(self, job: PrefillJob) -> None:
+        stopped = wire.PrefillStopped(
+            request=job.id,
+            immediate=job.ticket.immediate,
+            num_pieces=job.num_posted,
+            reason=job.machine.story[-1].reason,
+        )
+        self.control.send(job.node, stopped)  # when the link is down, the decoder has fenced us
+
+    def _reject(self, job: PrefillJob, code: str, reason: str) -> None:
+        ticket = job.ticket
+        rejection = wire.PrefillRejected(request=job.id, immediate=ticket.immediate, code=code, reason=reason)
+        self.control.send(job.node, rejection)
+
+    def _release(self, job: PrefillJob) -> None:
+        if job.lease is not None:
+            job.lease.cancel()
+        self._replica.messenger.stop(job.id)
+        self._replica.retire(job.id)
+
+    # What the replica's steps and writes bring.
+
+    def planned(self, plan: StepPlan) -> None:
+        """Before the step runs: every chunk is announced, so that its layers go out as they are computed."""
+        for chunk in plan.chunks:
+            job = self.records[chunk.request]
+            if job.machine.state is PrefillState.ALLOCATED:
+                self.feed(job, e.Scheduled(f"step {plan.step.number}"))
+            self._replica.messenger.announce(
+                chunk.request,
+                chunk.start,
+                chunk.end,
+                last=chunk.is_last,
+                pages=chunk.pages,
+                counter_base=plan.counter_base if chunk.armed else None,
+            )
+        self._replica.poll()
+
+    def outcome(self, outcome: Outcome) -> None:
+        job = self.records.get(outcome.request)
+        if job is None:
+            return
+        # Nothing else happens to a prefill: it has all its pages from the start, and nothing is sampled.
+        assert isinstance(outcome, PrefillComputed), outcome
+        self._prefill_done(job)
+
+    def transferred(self, event: transfer.TransferEvent) -> None:
+        match event:
+            case transfer.Sent():
+                if job := self.records.get(event.request):
+                    self._all_sent(job, event)
+            case transfer.Stopped():
+                if job := self.records.get(event.request):
+                    job.num_posted = event.num_pieces
+                    self.feed(job, e.Stopped(f"{event.num_pieces} pages posted: {event.reason}"))
+            case _:
+                pass
+
+    def _all_sent(self, job: PrefillJob, event: transfer.Sent) -> None:
+        if job.machine.state is PrefillState.PREFILLING:
+            job.sent = event
+            return
+        job.num_posted = event.num_pieces
+        job.transfer.num_pieces, job.transfer.num_bytes = event.num_pieces, event.num_bytes
+        self.control.metrics.handoff_pages.labels("out").inc(event.num_pieces)
+        self.control.metrics.handoff_bytes.labels("out").inc(event.num_bytes)
+        self.feed(job, e.Sent(f"{event.num_pieces} pages, {event.num_bytes} bytes"))
+
+    def failed(self, error: PddError) -> None:
+        for job in list(self.records.values()):
+            self.feed(job, e.broken(error))

@@ -1,0 +1,151 @@
+"""Answers to pdctl: what a node knows of itself, in the words of wire/admin.py."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+import pdd
+from pdd.base.errors import BadRequest
+from pdd.base.ids import RequestId
+from pdd.daemon.metrics import Metrics
+from pdd.daemon.node import Node
+from pdd.daemon.replica import Replica
+from pdd.wire import admin
+
+
+async def answer(node: Node, request: admin.AdminRequest) -> msgspec.Struct:
+    """Performs one command. Raises BadRequest for an unknown one, NotFound for an unknown request id."""
+    match request.command:
+        case "status":
+            return status(node)
+        case "requests":
+            return admin.Requests(requests=node.stories.rows(node.running(), node.clock.now_s()))
+        case "story":
+            return admin.Stories(stories=node.stories.find(node.running(), _id(request), node.clock.now_s()))
+        case "cancel":
+            return _cancel(node, _id(request))
+        case "kv":
+            return admin.KvReports(replicas=tuple(_kv(replica) for replica in node.replicas.values()))
+        case "peers":
+            return admin.Peers(peers=_peers(node))
+        case "drain" | "resume":
+            node.draining = request.command == "drain"
+            return admin.DrainResult(draining=node.draining, unfinished=sum(1 for _ in node.running()))
+    raise BadRequest(f"unknown command {request.command!r}")
+
+
+def status(node: Node) -> admin.Status:
+    readiness = node.readiness()
+    http = node.topology.nodes[node.name].http
+    return admin.Status(
+        node=node.name,
+        incarnation=node.incarnation,
+        version=pdd.__version__,
+        pid=os.getpid(),
+        uptime_s=node.clock.now_s() - node.started_s,
+        ready=readiness.ready,
+        reason=readiness.reason,
+        model=node.topology.model.name,
+        http=f"http://{http.host}:{http.port}" if http else None,
+        draining=node.draining,
+        replicas=tuple(_replica(replica) for replica in node.replicas.values()),
+        counters=counters(node.metrics),
+    )
+
+
+def health(node: Node) -> dict[str, object]:
+    """The status as plain JSON values, for /health."""
+    plain = msgspec.to_builtins(status(node))
+    assert isinstance(plain, dict)
+    return plain
+
+
+def counters(metrics: Metrics) -> dict[str, int]:
+    """Every counter that is not zero, by name and labels."""
+    counted: dict[str, int] = {}
+    for family in metrics.registry.collect():
+        for sample in family.samples if family.type == "counter" else ():
+            if sample.name.endswith("_total") and sample.value:
+                labels = ",".join(sample.labels.values())
+                name = sample.name.removeprefix("pdd:").removesuffix("_total")
+                counted[f"{name}[{labels}]" if labels else name] = int(sample.value)
+    return counted
+
+
+def refresh_gauges(node: Node) -> None:
+    """Sets the gauges that are read off the state rather than kept up with it."""
+    node.metrics.ready.set(node.readiness().ready)
+    for replica in node.replicas.values():
+        pool = replica.pool
+        for use, num_pages in (
+            ("free", pool.num_free),
+            ("cached", pool.num_cached),
+            ("owned", pool.num_owned),
+            ("quarantined", pool.num_quarantined),
+        ):
+            node.metrics.pages.labels(replica.name, use).set(num_pages)
+        node.metrics.prefix_cache_tokens.labels(replica.name, "looked up").set(pool.num_looked_up_tokens)
+        node.metrics.prefix_cache_tokens.labels(replica.name, "hit").set(pool.num_hit_tokens)
+
+
+def _replica(replica: Replica) -> admin.ReplicaStatus:
+    pool = replica.pool
+    return admin.ReplicaStatus(
+        name=replica.name,
+        role=replica.role,
+        state="ready" if replica.failure is None else "failed",
+        reason=replica.failure or "",
+        num_queued=replica.admission.num_waiting,
+        num_running=replica.admission.num_admitted,
+        free_pages=pool.num_free,
+        cached_pages=pool.num_cached,
+        quarantined_pages=pool.num_quarantined,
+        num_pages=pool.num_pages,
+        steps=replica.num_steps,
+        provider=replica.provider,
+        fabric_gigabytes_per_s=replica.gigabytes_per_s,
+    )
+
+
+def _kv(replica: Replica) -> admin.KvReport:
+    pool = replica.pool
+    owners = [admin.PageOwner(owner=owner, pages=pages, quarantined=False) for owner, pages in pool.owners().items()]
+    owners += [admin.PageOwner(owner=it, pages=pages, quarantined=True) for it, pages in pool.quarantines().items()]
+    return admin.KvReport(
+        replica=replica.name,
+        num_pages=pool.num_pages,
+        page_bytes=replica.layout.page_bytes,
+        free=pool.num_free,
+        cached=pool.num_cached,
+        owned=pool.num_owned,
+        quarantined=pool.num_quarantined,
+        owners=tuple(owners),
+        hit_tokens=pool.num_hit_tokens,
+        queried_tokens=pool.num_looked_up_tokens,
+        problems=tuple(replica.problems()),
+    )
+
+
+def _peers(node: Node) -> tuple[admin.PeerRow, ...]:
+    """The links' rows, with the reason why replicas of a peer that is up do not fit ours."""
+    rows = []
+    for row in node.links.rows():
+        peer = next((it for it in node.peers if it.node == row.node), None)
+        refused = "; ".join(f"{name}: {why}" for name, why in peer.refused.items()) if peer else ""
+        rows.append(msgspec.structs.replace(row, reason=refused) if refused else row)
+    return tuple(rows)
+
+
+def _cancel(node: Node, prefix: str) -> admin.CancelResult:
+    story = node.stories.find(node.running(), prefix, node.clock.now_s())[0]
+    node.cancel(RequestId(story.request), "cancelled by an operator")
+    story = node.stories.find(node.running(), story.request, node.clock.now_s())[0]
+    return admin.CancelResult(request=story.request, state=story.lines[-1].state)
+
+
+def _id(request: admin.AdminRequest) -> str:
+    if not request.request:
+        raise BadRequest(f"{request.command} needs a request id", param="request")
+    return request.request

@@ -1,0 +1,70 @@
+"""`pdd chat`: one streamed chat request, printed as it comes; a client like any other."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+import aiohttp
+import msgspec
+
+from pdd.base.errors import NoPath
+from pdd.topology.model import Topology
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", help="what to say; - reads it from standard input")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+
+
+def http_address(topology: Topology) -> str:
+    """Where the cluster answers: the first node with an HTTP port. Every loaded topology has one."""
+    http = next(node.http for node in topology.nodes.values() if node.http is not None)
+    return f"http://{http.host}:{http.port}"
+
+
+def run(topology: Topology, args: argparse.Namespace) -> int:
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    body = {
+        "model": topology.model.name,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return asyncio.run(_chat(http_address(topology), body))
+
+
+async def _chat(url: str, body: dict[str, object]) -> int:
+    try:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/v1/chat/completions", json=body) as response,
+        ):
+            if response.status != 200:
+                print(f"{url} answered {response.status}: {await response.text()}", file=sys.stderr)
+                return 1
+            failed = False
+            async for line in response.content:
+                failed |= _show(line)
+    except aiohttp.ClientConnectionError as error:
+        raise NoPath(f"{url} does not answer ({error}); is the cluster up?") from error
+    print(f"\nrequest {response.headers.get('x-request-id', '?')}", file=sys.stderr)
+    return int(failed)
+
+
+def _show(line: bytes) -> bool:
+    """Prints what a line of the event stream adds. True when it tells of an error."""
+    data = line.removeprefix(b"data: ").strip()
+    if not line.startswith(b"data: ") or data == b"[DONE]":
+        return False
+    event = msgspec.json.decode(data)
+    if error := event.get("error"):
+        print(f"\nerror: {error['message']}", file=sys.stderr)
+        return True
+    for choice in event["choices"]:
+        print(choice["delta"].get("content") or "", end="", flush=True)
+    return False
