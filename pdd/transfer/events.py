@@ -1,0 +1,63 @@
+"""What a messenger tells its owner: the ends of handoffs, and what is wrong with the fabric."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdd.base.ids import Immediate, RequestId
+
+
+class Sent(msgspec.Struct, frozen=True, kw_only=True):
+    """Source: every piece was announced and every write completed. The source pages may be reused."""
+
+    request: RequestId
+    immediate: Immediate
+    num_pieces: int
+    num_bytes: int
+
+
+class Stopped(msgspec.Struct, frozen=True, kw_only=True):
+    """Source: nothing more will be posted, and what was has ended. The source pages may be reused."""
+
+    request: RequestId
+    immediate: Immediate
+    num_pieces: int
+    """Pieces that were posted, which the target may still have to count."""
+    reason: str
+
+
+class Arrived(msgspec.Struct, frozen=True, kw_only=True):
+    """Target: every expected piece is in place. `forget` the handoff when it is not needed any more."""
+
+    request: RequestId
+    immediate: Immediate
+    num_pieces: int
+    num_bytes: int
+    first_s: float
+    """time.monotonic() of the first and of the last piece's arrival."""
+    last_s: float
+
+
+class Drained(msgspec.Struct, frozen=True, kw_only=True):
+    """Target: the handoff is over without all of its pieces, and nothing can be written for it any more."""
+
+    request: RequestId
+    immediate: Immediate
+    fenced: bool
+    """True: because the writer was shut out. False: because all that was posted has been counted."""
+
+
+class Stray(msgspec.Struct, frozen=True):
+    """Pieces arrived that no handoff expects."""
+
+    num_pieces: int
+
+
+class PortBroken(msgspec.Struct, frozen=True):
+    """The fabric endpoint is gone for good; all handoffs have ended in the events before this one."""
+
+    error: int
+    """A positive errno."""
+
+
+TransferEvent = Sent | Stopped | Arrived | Drained | Stray | PortBroken
