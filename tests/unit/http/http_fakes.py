@@ -34,7 +34,10 @@ def byte_level_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=350, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=350,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS * 4, trainer)
     tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("    ", special=False)])
@@ -87,7 +90,9 @@ def outputs_of(
     for start in range(0, len(tokens), step):
         part = tokens[start : start + step]
         last = start + step >= len(tokens)
-        logprobs = () if sampling.num_logprobs is None else tuple(_logprobs(token, sampling.num_logprobs) for token in part)
+        logprobs = (
+            () if sampling.num_logprobs is None else tuple(_logprobs(token, sampling.num_logprobs) for token in part)
+        )
         result.append(
             TokenOutput(
                 request=request.id,
@@ -119,11 +124,13 @@ class FakeGenerator:
         self.num_yielded = 0
         self.closed: dict[RequestId, bool] = {}
         """Ended requests: whether they were closed before their last output."""
+        self.any_submitted = asyncio.Event()
         self.any_closed = asyncio.Event()
         self.ready = Readiness(True, "serving")
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenOutput, None]:
         self.requests.append(request)
+        self.any_submitted.set()
         early = True
         try:
             for step in self.script(request):
