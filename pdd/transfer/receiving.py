@@ -6,6 +6,8 @@ counted, nothing was ever posted, or the peer's key is closed (and its late writ
 
 from __future__ import annotations
 
+import errno
+
 from pdd.base.errors import FabricError, InvariantBroken
 from pdd.base.ids import Immediate, Incarnation, RequestId
 from pdd.fabric.immediate import NUM_SLOTS, ImmediateSlots
@@ -67,7 +69,11 @@ class Receiving(Half):
             self.counters.contradictions += 1
         else:
             target.num_posted = num_pieces
-            self._port.change_expected(immediate, num_pieces)
+            try:
+                self._port.change_expected(immediate, num_pieces)
+            except FabricError as error:
+                if error.errno != errno.ENOENT:
+                    raise  # else all had arrived, and the event that says so waits for the next poll
 
     def rejected(self, request: RequestId, immediate: Immediate) -> None:
         """Nothing was or will be posted: Drained."""

@@ -319,6 +319,17 @@ async def test_heartbeats_keep_an_idle_link_up(cluster: Cluster) -> None:
     assert user_a.kinds() == ["up"]
 
 
+async def test_a_cut_link_comes_back(cluster: Cluster) -> None:
+    user_a, user_b = Recorder(), Recorder()
+    a, _ = await cluster.pair(user_a, user_b)
+    await user_a.until(lambda user: user.kinds() == ["up"])
+    a.cut(B, "it did not answer")
+    assert user_a.kinds() == ["up"], "link_down never comes from inside a call"
+    assert not a.send(B, cancel("after the cut"))
+    await user_a.until(lambda user: user.kinds() == ["up", "down", "up"])
+    assert user_a.reasons() == ["it did not answer"]
+
+
 async def test_a_handler_that_raises_closes_the_link_as_an_internal_error(
     acceptor: tuple[Links, Recorder], raw: RawPeer
 ) -> None:
