@@ -23,6 +23,10 @@ def schema() -> dict[str, Any]:
         definition = exported["$defs"].get(struct, {}).get("properties", {}).get(field)
         if definition is not None:
             definition["description"] = text
+    for definition in exported["$defs"].values():
+        for value in definition.get("properties", {}).values():
+            if value.get("pattern") == model.SIZE_PATTERN:
+                value["type"] = ["integer", "string"]  # a size is a number to msgspec, and a text as well to load.py
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "pdd topology",
