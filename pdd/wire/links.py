@@ -159,12 +159,6 @@ class Links:
             link.end(reason)
             self._down(link)
 
-    def cut(self, peer: NodeName, reason: str) -> None:
-        """Closes the link to a peer if one is up: `link_down` follows, and in time another link."""
-        link = self._peers[peer].link
-        if link is not None:
-            link.end(reason)
-
     def rows(self) -> tuple[PeerRow, ...]:
         return tuple(self._row(name, peer) for name, peer in self._peers.items())
 
