@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 static const uint32_t ABI = FI_VERSION(1, 17); /* the oldest with what we use; newer libraries keep its meaning */
+enum { CQ_SIZE = 8192 };
 
 /* ---- the process's signal handlers ---- */
 static void save_handlers(struct sigaction *saved)
@@ -127,10 +128,25 @@ int pdd_endpoint_name(const struct endpoint *endpoint, uint8_t *address, size_t 
     return fi_getname(&endpoint->ep->fid, address, address_bytes);
 }
 
+/* In 1.17 the fd of a CQ of `net` stays readable after its first completion: its fi_trywait forgets to reset it. The fd
+ * of a wait set is reset by fi_wait. Fixed in later releases, where the provider is called tcp. */
+static int open_cq_in_wait_set(struct pdd_port *port)
+{
+    struct fi_wait_attr wait = {.wait_obj = FI_WAIT_FD};
+    struct fi_cq_attr attr = {.size = CQ_SIZE, .format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_SET};
+    int rc = fi_wait_open(port->fabric, &wait, &port->wait_set);
+    attr.wait_set = port->wait_set;
+    if (!rc)
+        rc = fi_cq_open(port->domain, &attr, &port->cq, NULL);
+    return rc ? rc : fi_control(&port->wait_set->fid, FI_GETWAIT, &port->cq_fd);
+}
+
 static int open_cq(struct pdd_port *port)
 {
-    struct fi_cq_attr attr = {.size = 8192, .format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_FD};
+    struct fi_cq_attr attr = {.size = CQ_SIZE, .format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_FD};
     port->cq_fd = -1;
+    if (!strcmp(port->fabric_info->fabric_attr->prov_name, "net"))
+        return open_cq_in_wait_set(port);
     if (fi_cq_open(port->domain, &attr, &port->cq, NULL)) {
         attr.wait_obj = FI_WAIT_NONE;
         return fi_cq_open(port->domain, &attr, &port->cq, NULL);
@@ -165,6 +181,8 @@ static void close_fabric(struct pdd_port *port)
             fi_close(&port->memories[i].mr->fid);
     if (port->cq)
         fi_close(&port->cq->fid);
+    if (port->wait_set)
+        fi_close(&port->wait_set->fid);
     if (port->domain)
         fi_close(&port->domain->fid);
     if (port->fabric)

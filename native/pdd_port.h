@@ -177,6 +177,7 @@ struct pdd_port {
     struct fid_fabric *fabric;
     struct fid_domain *domain;
     struct fid_cq *cq;
+    struct fid_wait *wait_set; /* NULL: the CQ has its own fd, or none */
     struct endpoint endpoint; /* of the port's own address */
     uint8_t address[MAX_ADDRESS_BYTES];
     size_t address_bytes;

@@ -189,17 +189,26 @@ static void sleep_in_poll(struct pdd_port *port, uint64_t wait_ns)
     }
 }
 
-static void wait_for_work(struct pdd_port *port)
+/* False: there is something to read already, or libfabric wants another turn. */
+static bool may_sleep(struct pdd_port *port)
 {
     struct fid *fids[1] = {&port->cq->fid};
+    if (port->failed || port->cq_fd < 0)
+        return true;
+    if (port->wait_set)
+        return fi_wait(port->wait_set, 0) == -FI_ETIMEDOUT;
+    return fi_trywait(port->fabric, fids, 1) == FI_SUCCESS;
+}
+
+static void wait_for_work(struct pdd_port *port)
+{
     uint64_t wait_ns = patience(port);
     if (!wait_ns) {
         sched_yield();
         return;
     }
     atomic_store(&port->sleeping, true);
-    if (pdd_ring_empty(&port->commands) &&
-        (port->failed || port->cq_fd < 0 || fi_trywait(port->fabric, fids, 1) == FI_SUCCESS))
+    if (pdd_ring_empty(&port->commands) && may_sleep(port))
         sleep_in_poll(port, wait_ns);
     atomic_store(&port->sleeping, false);
 }
