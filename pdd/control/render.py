@@ -19,8 +19,8 @@ def plain(text: object) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as their widest cell; numbers to the right. Ends without a newline."""
-    cells = [[plain("-" if cell is None or cell == "" else cell) for cell in row] for row in rows]
+    """Columns as wide as their widest cell, numbers to the right, None as `-`. Ends without a newline."""
+    cells = [[plain("-" if cell is None else cell) for cell in row] for row in rows]
     right = [all(_number(row[i]) for row in rows) for i in range(len(header))]
     widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
     lines = []
@@ -31,7 +31,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _number(cell: object) -> bool:
-    return cell is None or isinstance(cell, int | float) or str(cell).endswith((" ms", " s", " MiB", "%"))
+    return cell is None or cell == "" or isinstance(cell, int | float) or str(cell).endswith((" ms", " s", " MiB", "%"))
 
 
 def as_json(value: object) -> str:

@@ -10,6 +10,7 @@ decoding       803 ms     1400 ms  |                 █████████
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 
 from pdd.control.render import duration, mebibytes, plain, share, table
 from pdd.wire.admin import Story, StoryLine
@@ -52,7 +53,7 @@ def _timeline(story: Story, block: str) -> str:
 def _spans(story: Story) -> Iterator[tuple[StoryLine, float, float]]:
     """(line, when it began, how long it lasted); the last line's length is what `seconds_in` has beyond the others."""
     spent: dict[str, float] = {}
-    for line, following in zip(story.lines, [*story.lines[1:], None], strict=True):
+    for line, following in zip_longest(story.lines, story.lines[1:]):
         at_s = _sane(line.at_s)
         if following is None:
             length_s = _sane(story.seconds_in.get(line.state, 0.0)) - spent.get(line.state, 0.0)
