@@ -67,7 +67,8 @@ def pack(path: Path, dtype: str, cache: Path, progress: Progress | None = None) 
     Safe to call from several processes at once: one converts, the others wait for it. Raises ModelInvalid where the
     model cannot be run, OperatorError where the cache cannot be written.
     """
-    path, kind, report = path.expanduser().absolute(), _dtype(dtype), progress or _silent
+    path, kind = path.expanduser().absolute(), _dtype(dtype)
+    report = _silent if progress is None else progress
     paths = _files(path)
     with explained(cache):
         digest, seen = _identify(path, paths, cache, report)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -85,12 +85,13 @@ def content_digest(paths: list[Path], format_version: int, report: Report) -> st
 
 def _blocks(path: Path, size: int) -> Iterator[tuple[int, bytes]]:
     """The blocks of a file that count for its digest, each with its end's offset."""
+    offsets: Sequence[int]
     if size <= WHOLE_BYTES:
-        offsets = list(range(0, size, _BLOCK_BYTES))
+        offsets = range(0, size, _BLOCK_BYTES)
     else:
         last = size - _BLOCK_BYTES
-        samples = [last * index // _NUM_SAMPLES for index in range(1, _NUM_SAMPLES + 1)]
-        offsets = [*range(0, _HEAD_BYTES, _BLOCK_BYTES), *samples]
+        samples = {last * index // _NUM_SAMPLES for index in range(1, _NUM_SAMPLES + 1)}
+        offsets = sorted({*range(0, _HEAD_BYTES, _BLOCK_BYTES), *samples})
     with path.open("rb") as file:
         for offset in offsets:
             file.seek(offset)

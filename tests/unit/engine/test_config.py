@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdd.engine.config import LinearScaling, Llama3Scaling, ModelConfig, NoScaling, Rope, RopeScaling, YarnScaling
+
+NUMBERS: dict[str, Any] = {
+    "architecture": "llama",
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": 300,
+    "max_position": 128,
+    "rms_norm_eps": 1e-6,
+    "rope": Rope(base=10000.0),
+    "qkv_bias": False,
+    "output_bias": False,
+    "mlp_bias": False,
+    "qk_norm": False,
+    "tied_embeddings": True,
+}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        NoScaling(),
+        LinearScaling(factor=2.0),
+        Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192),
+        YarnScaling(factor=4.0, original_max_position=64, beta_fast=32.0, beta_slow=1.0, attention_factor=1.1),
+    ],
+)
+def test_a_config_survives_its_file(scaling: RopeScaling) -> None:
+    config = ModelConfig(**NUMBERS | {"rope": Rope(base=5e5, scaling=scaling)})
+    assert msgspec.json.decode(msgspec.json.encode(config), type=ModelConfig) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_layers": 0}, "num_layers is 0"),
+        ({"num_kv_heads": 3}, "do not divide"),
+        ({"head_dim": 7}, "pairs of dimensions"),
+        ({"rope": Rope(base=0.0)}, "RoPE base"),
+        ({"intermediate_size": 0}, "intermediate_size"),
+        ({"toy_layer_seconds": float("nan")}, "toy_layer_seconds"),
+    ],
+)
+def test_numbers_that_make_no_network_are_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ModelConfig(**NUMBERS | change)
+
+
+def test_a_damaged_file_is_refused_like_wrong_numbers() -> None:
+    text = msgspec.json.encode(ModelConfig(**NUMBERS)).replace(b'"num_kv_heads":2', b'"num_kv_heads":3')
+    with pytest.raises(msgspec.ValidationError, match="do not divide"):
+        msgspec.json.decode(text, type=ModelConfig)
+
+
+def test_packing_needs_no_torch() -> None:
+    code = "import sys, pdd.engine.pack; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
