@@ -12,7 +12,7 @@ from pdd.topology.model import Limits
 
 USER = {"role": "user", "content": "hi"}
 VOCAB_SIZE = 352
-BAD_FOR_BOTH: list[tuple[dict[str, Any], str]] = [
+BAD_FOR_BOTH: list[tuple[dict[str, Any], str | None]] = [
     ({"foo": 1}, "foo"),
     ({"kv_transfer_params": {"host": "10.0.0.1"}}, "kv_transfer_params"),
     ({"request_id": "mine"}, "request_id"),
@@ -61,7 +61,7 @@ BAD_FOR_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"use_beam_search": True}, "use_beam_search"),
 ]
-BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
@@ -91,7 +91,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"prompt": "x"}, "prompt"),
 ]
-BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": None}, "prompt"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),

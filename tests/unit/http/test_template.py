@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from http_fakes import CHAT_TEMPLATE
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils import chat_template_utils
 
 from pdd.base.errors import BadRequest, ModelInvalid
 from pdd.http.template import ChatTemplate
@@ -25,6 +27,7 @@ FEATURES = """
 {% endfor %}
 {{ tools is none }} {{ flavour | default('plain') }} {{ pad_token is defined }} {{ 'é<&' | tojson(indent=2) }}
 """
+render_jinja_template: Any = chat_template_utils.render_jinja_template
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 MESSAGES = [
     {"role": "user", "content": " What? "},
