@@ -15,13 +15,13 @@ FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidde
 
 def pkg_config(*arguments: str) -> list[str]:
     """What pkg-config says of libfabric; ends the build with advice when it is not there."""
-    if shutil.which("pkg-config") is None:
+    program = shutil.which("pkg-config")
+    if program is None:
         raise SystemExit("pdd needs pkg-config to find libfabric. On Debian: apt-get install pkg-config libfabric-dev")
-    found = subprocess.run(["pkg-config", *arguments, "libfabric >= 1.17"], capture_output=True, text=True, check=False)
+    found = subprocess.run([program, *arguments, "libfabric >= 1.17"], capture_output=True, text=True, check=False)
     if found.returncode:
-        raise SystemExit(
-            f"pdd needs the headers of libfabric 1.17 or newer. On Debian: apt-get install libfabric-dev\n{found.stderr}"
-        )
+        advice = "pdd needs the headers of libfabric 1.17 or newer. On Debian: apt-get install libfabric-dev"
+        raise SystemExit(f"{advice}\n{found.stderr}")
     return found.stdout.split()
 
 

@@ -2,7 +2,5 @@
 
 from typing import Any
 
-from cffi import FFI
-
-ffi: FFI
+ffi: Any
 lib: Any

@@ -16,6 +16,7 @@ import select
 import time
 from array import array
 from pathlib import Path
+from typing import Any
 
 from pdd._fabric import ffi, lib
 from pdd.base.errors import FabricBusy, FabricError, FabricUnavailable
@@ -192,9 +193,7 @@ def _piece_fields(piece: Piece) -> tuple[int, int, int]:
     return piece.source_offset_bytes, piece.target_offset_bytes, piece.length_bytes
 
 
-def _write_fields(
-    write: Write, source_pages: ffi.CData, target_pages: ffi.CData, pieces: ffi.CData
-) -> dict[str, int | ffi.CData]:
+def _write_fields(write: Write, source_pages: Any, target_pages: Any, pieces: Any) -> dict[str, Any]:
     """The fields of struct pdd_write; the caller keeps the arrays alive."""
     return {
         "token": write.token,
@@ -219,7 +218,7 @@ def _write_fields(
     }
 
 
-def _event(event: ffi.CData) -> Event:
+def _event(event: Any) -> Event:
     if event.kind == lib.PDD_WRITE_DONE:
         return WriteDone(Token(event.token), event.error, event.num_pieces, event.num_bytes)
     if event.kind == lib.PDD_COUNT_REACHED:

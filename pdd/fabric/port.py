@@ -138,7 +138,8 @@ class FabricPort(Protocol):
 
     def release(self, memory: Memory) -> None:
         """Closes the key and the registration's own endpoint: of a peer that writes to that `address`, nothing is
-        placed afterwards, not even the rest of a message (where `info.fences`). Writes from this memory are cancelled."""
+        placed afterwards, not even the rest of a message (where `info.fences`). Writes that read from this memory are
+        cancelled."""
         ...
 
     def add_peer(self, address: bytes) -> Peer:
@@ -164,7 +165,7 @@ class FabricPort(Protocol):
         ...
 
     def arrived(self, immediate: Immediate) -> int:
-        """Pieces placed so far; 0 when not expected. After CountReached the last count, until the slot is armed anew."""
+        """Pieces placed so far; 0 when not expected. Stays after CountReached, until the slot is armed anew."""
         ...
 
     def change_expected(self, immediate: Immediate, num_pieces: int) -> None:
