@@ -115,7 +115,7 @@ class Node:
             case wire.Announce():
                 self._announced(self.peers.announce(peer, message))
             case wire.Grant():
-                self.peers.grant(peer, message)
+                self._granted(peer, message)
             case wire.Submit():
                 self._submitted(peer, message)
             case wire.Cancel():
@@ -167,15 +167,21 @@ class Node:
                     peer.refused[info.name] = reason
                     log.error("replicas do not fit", ours=replica.name, theirs=info.name, reason=reason)
                 elif replica.role is Role.DECODE:
-                    self._grant(peer, replica)
-                else:
-                    replica.messenger.connect(peer.incarnation, info.name, info.ranks[0].fabric_address)
                     self.peers.seen_roles.add(info.role)
+                    self._grant(peer, replica)
 
     def _grant(self, peer: Peer, replica: Replica) -> None:
-        self.peers.seen_roles.add(Role.PREFILL)
-        registered = replica.messenger.grant(peer.incarnation)
-        self.send(peer.node, wire.Grant(replica=replica.name, rank=0, key=registered.key, base=registered.base))
+        own = replica.messenger.grant(peer.incarnation)
+        grant = wire.Grant(replica=replica.name, rank=0, address=own.address, key=own.key, base=own.base)
+        self.send(peer.node, grant)
+
+    def _granted(self, node: NodeName, grant: wire.Grant) -> None:
+        """A decode replica lets us write to it. It has found that one of ours fits; each that does connects."""
+        peer = self.peers.grant(node, grant)
+        if grant.replica in peer.replicas and grant.replica not in peer.refused:
+            for replica in self.replicas.values():
+                if replica.role is Role.PREFILL:
+                    replica.messenger.connect(peer.incarnation, grant.replica, grant.address)
 
     # Requests.
 

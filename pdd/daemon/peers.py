@@ -49,8 +49,10 @@ class PeerBook:
     def load(self, node: NodeName, message: Load) -> None:
         self._peers[node].loads = {load.name: load for load in message.replicas}
 
-    def grant(self, node: NodeName, grant: Grant) -> None:
-        self._peers[node].grants[grant.replica] = grant
+    def grant(self, node: NodeName, grant: Grant) -> Peer:
+        peer = self._peers[node]
+        peer.grants[grant.replica] = grant
+        return peer
 
     def get(self, node: NodeName) -> Peer | None:
         return self._peers.get(node)

@@ -290,10 +290,7 @@ class Replica:
 
     def info(self) -> ReplicaInfo:
         ports = () if self._port is None else (self._port,)
-        ranks = tuple(
-            RankInfo(rank=rank, fabric_provider=port.info.provider, fabric_address=port.address)
-            for rank, port in enumerate(ports)
-        )
+        ranks = tuple(RankInfo(rank=rank, fabric_provider=port.info.provider) for rank, port in enumerate(ports))
         return ReplicaInfo(
             name=self.name,
             role=self.role,

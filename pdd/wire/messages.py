@@ -52,7 +52,6 @@ class Refusal(Message, frozen=True):
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     fabric_provider: str
-    fabric_address: bytes
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,10 +105,12 @@ class Cancel(Message, frozen=True):
 
 
 class Grant(Message, frozen=True):
-    """The sender's decode rank lets the receiving incarnation write into its arena, with a key made for it alone."""
+    """The sender's decode rank lets the receiving incarnation write into its arena, with a key and a fabric address
+    made for it alone."""
 
     replica: ReplicaName
     rank: int
+    address: bytes
     key: int
     base: int
 

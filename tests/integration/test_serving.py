@@ -1,0 +1,54 @@
+"""Requests through real daemons with the toy model, whose text changes when one byte of KV is wrong or misplaced."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from conftest import Cluster, MakeCluster, colocated, prefill_and_decode
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    return [(7 * seed + 13 * position) % 250 for position in range(num_tokens)]
+
+
+async def tokens_of(cluster: Cluster, ids: list[int], max_tokens: int = 8) -> str:
+    answer = await cluster.complete(ids, max_tokens=max_tokens, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == max_tokens
+    return str(answer["choices"][0]["text"])
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def provider(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("page_tokens", [16, 256])
+async def test_a_handed_off_prompt_is_continued_like_a_colocated_one(
+    make_cluster: MakeCluster, provider: str, page_tokens: int
+) -> None:
+    lengths = sorted({1, 2, page_tokens - 1, page_tokens, page_tokens + 1, 3 * page_tokens + 5, 700})
+    async with make_cluster(colocated(page_tokens=page_tokens)) as cluster:
+        expected = [await tokens_of(cluster, prompt(length, seed=length)) for length in lengths]
+    nodes = prefill_and_decode(page_tokens=page_tokens)
+    handoff = {"local_prefill_tokens": 0}
+    async with make_cluster(nodes, handoff=handoff, fabric={"provider": provider}) as cluster:
+        answers = [await tokens_of(cluster, prompt(length, seed=length)) for length in lengths]
+        assert answers == expected
+        counters = (await cluster.ask("decode0", "status"))["counters"]
+        assert counters["handoffs[arrived]"] == len([length for length in lengths if length > 1])
+        assert "prefill_decisions[decoder,recompute]" not in counters
+
+
+async def test_many_requests_at_once_each_get_their_own_answer(make_cluster: MakeCluster) -> None:
+    prompts = [prompt(5 + 37 * seed % 400, seed) for seed in range(40)]
+    async with make_cluster(colocated()) as cluster:
+        expected = await asyncio.gather(*[tokens_of(cluster, ids) for ids in prompts])
+    async with make_cluster(prefill_and_decode(max_sequences=8)) as cluster:
+        assert await asyncio.gather(*[tokens_of(cluster, ids) for ids in prompts]) == expected
+        # Again, now that both sides find prefixes in their caches.
+        assert await asyncio.gather(*[tokens_of(cluster, ids) for ids in prompts]) == expected
