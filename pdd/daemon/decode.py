@@ -341,6 +341,9 @@ class DecodeSide(Side[DecodeRequest]):
             if record is not None and record.machine.state is DecodeState.READY:
                 self.feed(record, e.Scheduled(f"step {plan.step.number}"))
 
+    def computed(self, plan: StepPlan, seconds: float) -> None:
+        """A step's time is nobody's in particular here: many sequences share it."""
+
     def outcome(self, outcome: Outcome) -> None:
         record = self.records.get(outcome.request)
         if record is None:

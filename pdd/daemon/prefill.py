@@ -38,6 +38,7 @@ class PrefillJob(Record):
         self.num_posted = 0
         """Pieces that were posted by a handoff that was stopped."""
         self.compute_s = 0.0
+        """Of the steps that it took part in, perhaps with others."""
         self.lease: asyncio.TimerHandle | None = None
 
 
@@ -181,6 +182,11 @@ class PrefillSide(Side[PrefillJob]):
                 counter_base=plan.counter_base if chunk.armed else None,
             )
         self._replica.poll()
+
+    def computed(self, plan: StepPlan, seconds: float) -> None:
+        for chunk in plan.chunks:
+            if job := self.records.get(chunk.request):
+                job.compute_s += seconds
 
     def outcome(self, outcome: Outcome) -> None:
         job = self.records.get(outcome.request)

@@ -41,6 +41,8 @@ class StepUser(Protocol):
 
     def planned(self, plan: StepPlan) -> None: ...
 
+    def computed(self, plan: StepPlan, seconds: float) -> None: ...
+
     def outcome(self, outcome: Outcome) -> None: ...
 
     def transferred(self, event: TransferEvent) -> None: ...
@@ -233,6 +235,7 @@ class Replica:
                     continue
                 self.user.planned(plan)
                 done = await self._compute(plan)
+                self.user.computed(plan, done.compute_s)
                 for outcome in self.scheduler.complete(plan, done.sampled):
                     self._settle(outcome)
         except PddError as error:

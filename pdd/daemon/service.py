@@ -18,7 +18,9 @@ def set_up_logs(level: str, *, node: str) -> None:
     renderer = (
         structlog.dev.ConsoleRenderer()
         if sys.stderr.isatty()
-        else structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "node", "event"], drop_missing=True)
+        else structlog.processors.LogfmtRenderer(
+            key_order=["timestamp", "level", "node", "event"], drop_missing=True, bool_as_flag=False
+        )
     )
     structlog.configure(
         processors=[
