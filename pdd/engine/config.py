@@ -47,6 +47,9 @@ class YarnScaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     """Whether the ramp's two bounds are rounded outwards to whole dimensions."""
 
 
+MAX_LAYERS = 10_000
+
+
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
     """The paper's sqrt(1/t) (section 3.4); `mscale` is DeepSeek's weight of it."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -102,10 +105,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"{self.num_heads} attention heads do not divide among {self.num_kv_heads} KV heads")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, but RoPE turns pairs of dimensions")
-        if not self.rope.base > 0:
-            raise ValueError(f"the RoPE base is {self.rope.base}, but must be positive")
-        if not self.toy_layer_seconds >= 0:
-            raise ValueError(f"toy_layer_seconds is {self.toy_layer_seconds}, but must not be negative")
+        if self.num_layers > MAX_LAYERS:
+            raise ValueError(f"num_layers is {self.num_layers}; pdd takes more than {MAX_LAYERS} for damage")
+        for name, value in {"base": self.rope.base, **msgspec.structs.asdict(self.rope.scaling)}.items():
+            if not (value > 0 and math.isfinite(value)) and name != "truncate":
+                raise ValueError(f"RoPE's {name} is {value}, but must be positive")
+        for name, value in {"rms_norm_eps": self.rms_norm_eps, "toy_layer_seconds": self.toy_layer_seconds}.items():
+            if not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{name} is {value}, but must not be negative")
 
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,8 +24,8 @@ from pdd.engine.config import (
 )
 from pdd.engine.weights.gguf_file import GgufFile, RowOrder
 from pdd.engine.weights.gguf_tokenizer import build_tokenizer, read_text
-from pdd.engine.weights.huggingface_text import check_vocabulary
 from pdd.engine.weights.source import Floats, Source, StoredTensor, bind
+from pdd.engine.weights.tokenizer_checks import check_vocabulary
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _NAMES = {
@@ -123,7 +123,7 @@ def _stored(file: GgufFile, config: ModelConfig, name: str) -> StoredTensor:
     """A tensor with the rows of q and k in the rotate-half order."""
     if file.value("general.architecture", str) == "llama":
         for suffix, num_heads in ((".attn_q.", config.num_heads), (".attn_k.", config.num_kv_heads)):
-            if suffix in name:
+            if suffix in name and file.tensors[name][0][0] == num_heads * config.head_dim:
                 return file.stored(name, _rotate_half_order(num_heads, config.head_dim))
     return file.stored(name)
 
@@ -168,7 +168,7 @@ def _llama3_scaling(file: GgufFile, base: float, head_dim: int) -> Llama3Scaling
         scaling = Llama3Scaling(
             factor=float(divisors[-1]), low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
         )
-        if np.allclose(divisors, _llama3_divisors(scaling, base, head_dim), rtol=1e-4):
+        if scaling.factor >= 1 and np.allclose(divisors, _llama3_divisors(scaling, base, head_dim), rtol=1e-4):
             return scaling
     raise ModelInvalid(f"{stored.where} scales RoPE in a way that is not Llama 3's; use the Hugging Face files instead")
 

@@ -128,9 +128,9 @@ class GgufFile:
             raise ModelInvalid(
                 f"{where} is quantised as {kind.name}; pdd reads {names}: use another file of this model"
             )
-        row_bytes = _num_bytes(shape[-1:], kind)
-        raw = self._data[start : start + _num_bytes(shape, kind)].reshape(-1, row_bytes)
-        return StoredTensor(where, shape, _vector(raw, kind) if len(shape) == 1 else _matrix(raw, kind, order, shape))
+        raw = self._data[start : start + _num_bytes(shape, kind)].reshape(-1, _num_bytes(shape[-1:], kind))
+        rows = _vector(raw, kind, order) if len(shape) == 1 else _matrix(raw, kind, order, shape)
+        return StoredTensor(where, shape, rows)
 
     def _read(self, cursor: _Cursor, file_bytes: int) -> None:
         if cursor.take(4) != b"GGUF":
@@ -146,7 +146,7 @@ class GgufFile:
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT_BYTES)
         if not isinstance(alignment, int) or alignment < 1:
             raise _Damaged(f"its alignment is {alignment!r}")
-        first = math.ceil(cursor.offset / alignment) * alignment
+        first = -(-cursor.offset // alignment) * alignment
         for name, shape, kind, offset in directory:
             end = first + offset + _num_bytes(shape, kind)
             if end > file_bytes:
@@ -174,8 +174,15 @@ def _num_bytes(shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
     return math.prod(shape) // block_items * block_bytes
 
 
-def _vector(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> Callable[[int, int], Floats]:
-    return lambda start, stop: _dequantized(raw, kind)[0, start:stop]
+def _vector(
+    raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType, order: RowOrder | None
+) -> Callable[[int, int], Floats]:
+    def rows(start: int, stop: int) -> Floats:
+        values: Floats = _dequantized(raw, kind)[0]
+        ordered: Floats = values if order is None else values[order]
+        return ordered[start:stop]
+
+    return rows
 
 
 def _matrix(

@@ -7,6 +7,7 @@ SentencePiece BPE ("llama": vocabulary with scores, from which the merges follow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tokenizers.models import BPE
 from pdd.base.errors import ModelInvalid
 from pdd.engine.config import ModelConfig, TextConfig
 from pdd.engine.weights.gguf_file import GgufFile
+from pdd.engine.weights.tokenizer_checks import building
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 """Of `tokenizer.ggml.token_type`."""
@@ -46,11 +48,11 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
     """Encodes without adding special tokens. Raises ModelInvalid for a kind that pdd does not know, or damage."""
     kind = file.value("tokenizer.ggml.model", str)
     tokens = _strings(file, "tokenizer.ggml.tokens")
-    types = [int(number) for number in file.value("tokenizer.ggml.token_type", list, [_NORMAL] * len(tokens))]
+    types = [int(kind) for kind in _numbers(file, "tokenizer.ggml.token_type", [_NORMAL] * len(tokens))]
     if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
         raise ModelInvalid(f"{file.path}: the vocabulary has {len(types)} types and {len(set(tokens))} distinct tokens "
                            f"for {len(tokens)} tokens; fetch the file again")  # fmt: skip
-    try:
+    with building(str(file.path)):
         match kind:
             case "gpt2":
                 tokenizer = _byte_level(file, tokens)
@@ -58,10 +60,6 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
                 tokenizer = _sentencepiece(file, tokens, types)
             case _:
                 raise ModelInvalid(f"{file.path}: tokenizer.ggml.model is {kind!r}; pdd builds gpt2 and llama")
-    except ModelInvalid:
-        raise
-    except Exception as error:  # the binding raises bare Exceptions, for example for a merge of unknown tokens
-        raise ModelInvalid(f"{file.path}: no tokenizer can be built ({error}); fetch the file again") from error
     tokenizer.add_special_tokens(_added(tokens, types, _CONTROL))
     tokenizer.add_tokens(_added(tokens, types, _USER_DEFINED))
     return tokenizer
@@ -72,7 +70,7 @@ def read_text(file: GgufFile, config: ModelConfig) -> TextConfig:
     tokens = _strings(file, "tokenizer.ggml.tokens")
     bos_id = _token_id(file, "bos", tokens)
     stated = [_token_id(file, name, tokens) for name in ("eos", "eot", "eom")]
-    types = file.value("tokenizer.ggml.token_type", list, [])
+    types = _numbers(file, "tokenizer.ggml.token_type", [])
     ends = [index for index, kind in enumerate(types) if kind == _CONTROL and tokens[index] in _ANSWER_ENDS]
     eos_ids = tuple(dict.fromkeys([*(token_id for token_id in stated if token_id is not None), *ends]))
     begins = file.value("tokenizer.ggml.model", str) == "llama" or _rule(file) == "llama-bpe"
@@ -90,7 +88,7 @@ def read_text(file: GgufFile, config: ModelConfig) -> TextConfig:
 def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
     rule = _rule(file)
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    merges = [_pair(file.path, merge) for merge in _strings(file, "tokenizer.ggml.merges")]
+    merges = [_pair(file.path, merge, vocabulary) for merge in _strings(file, "tokenizer.ggml.merges")]
     # Llama 3 takes a word that is a token whole, even where no merges lead to it.
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, ignore_merges=rule == "llama-bpe"))
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _WORDS[rule]]
@@ -104,7 +102,7 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
 
 
 def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> Tokenizer:
-    scores = [float(score) for score in file.value("tokenizer.ggml.scores", list)]
+    scores = _numbers(file, "tokenizer.ggml.scores", [])
     if len(scores) != len(tokens):
         raise ModelInvalid(f"{file.path}: {len(scores)} scores for {len(tokens)} tokens; fetch the file again")
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -155,10 +153,17 @@ def _strings(file: GgufFile, key: str) -> list[str]:
     return values
 
 
-def _pair(path: Path, merge: str) -> tuple[str, str]:
-    left, space, right = merge.partition(" ")
-    if not (left and space and right):
-        raise ModelInvalid(f"{path}: {merge[:60]!r} is no merge of two tokens; fetch the file again")
+def _numbers(file: GgufFile, key: str, default: list[float]) -> list[float]:
+    values = file.value(key, list, default)
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+        raise ModelInvalid(f"{file.path}: metadata {key!r} must be a list of numbers; fetch the file again")
+    return values
+
+
+def _pair(path: Path, merge: str, vocabulary: dict[str, int]) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    if not all(token in vocabulary for token in (left, right, left + right)):
+        raise ModelInvalid(f"{path}: {merge[:60]!r} is no merge of two tokens into a third; fetch the file again")
     return left, right
 
 

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from pdd.base.errors import ModelInvalid
 from pdd.engine.config import ModelConfig, TextConfig
 from pdd.engine.weights.json_file import read_json, read_optional_json
+from pdd.engine.weights.tokenizer_checks import building, check_vocabulary
 
 FILES = (
     "generation_config.json",
@@ -58,10 +59,8 @@ def read_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
     path = directory / "tokenizer.json"
     if not path.is_file():
         return None
-    try:
+    with building(str(path)):
         tokenizer = Tokenizer.from_buffer(path.read_bytes())
-    except Exception as error:  # the binding raises bare Exceptions
-        raise ModelInvalid(f"{path}: no readable tokenizer ({error}); fetch the model again") from error
     check_vocabulary(tokenizer, config, str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -95,18 +94,6 @@ def read_text(directory: Path, config: ModelConfig, tokenizer: Tokenizer | None)
         top_k=generation.top_k,
         repetition_penalty=generation.repetition_penalty,
     )
-
-
-def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, where: str) -> None:
-    """Raises ModelInvalid where a token could be made that the network has no embedding of."""
-    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-    if largest < 0:
-        raise ModelInvalid(f"{where}: the tokenizer's vocabulary is empty; fetch the model again")
-    if largest >= config.vocab_size:
-        raise ModelInvalid(
-            f"{where}: the tokenizer knows token {largest}, but the model's vocab_size is {config.vocab_size}: they do "
-            f"not belong together; fetch the model again"
-        )
 
 
 def _chat_template(directory: Path, stated: _TokenizerConfig) -> str | None:

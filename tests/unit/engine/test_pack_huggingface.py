@@ -221,6 +221,13 @@ def pickled(model: Path) -> None:
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
 
 
+def panicking(model: Path) -> None:
+    """A merge of which the library's own error message panics."""
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["model"] |= {"merges": [["a", "b"]], "continuing_subword_prefix": "###"}
+    write_json(model / "tokenizer.json", tokenizer)
+
+
 def with_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
     def damage(model: Path) -> None:
         tensors = load_file(model / "model.safetensors")
@@ -262,6 +269,7 @@ def entry(**changes: object) -> Damage:
         (lambda model: (model / "config.json").write_text("[]"), "config.json: Expected `object`"),
         (lambda model: (model / "tokenizer.json").unlink(), "tokenizer.json is missing"),
         (lambda model: (model / "tokenizer.json").write_text("{}"), "tokenizer.json: no readable tokenizer"),
+        (panicking, "tokenizer.json: no readable tokenizer"),
         (lambda model: (model / "tokenizer_config.json").write_text("{"), "tokenizer_config.json"),
         (lambda model: (model / "chat_template.jinja").write_bytes(b"\xff"), "chat_template.jinja"),
         (lambda model: (model / "model.safetensors").unlink(), "neither model.safetensors nor"),
