@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -89,23 +89,24 @@ class StreamedAnswer(Answer):
         super().__init__(plan, model, created_s)
         self._opened: set[int] = set()
 
-    def chunks(self, index: int, output: TokenOutput) -> Iterator[Completion]:
+    def chunks(self, index: int, output: TokenOutput) -> list[Completion]:
         """In order: once the choice's opening, a delta where there is something new, at last the ending."""
         format_ = self._plan.format
         piece = self.push(index, output)
+        choices: list[msgspec.Struct] = []
         if index not in self._opened:
             self._opened.add(index)
-            if opening := format_.opening(index):
-                yield self._chunk(opening)
+            choices += format_.opening(index)
         if piece.text or piece.positions:
-            yield self._chunk(format_.delta(index, piece))
+            choices.append(format_.delta(index, piece))
         if piece.finish_reason is not None:
-            yield self._chunk(format_.ending(index, piece.finish_reason))
+            choices.append(format_.ending(index, piece.finish_reason))
+        return [self._chunk(choice) for choice in choices]
 
-    def closing(self) -> Iterator[Completion]:
+    def closing(self) -> list[Completion]:
         """The usage chunk, where the client wants one."""
-        if self._plan.usage.include_usage:
-            yield self.frame(self._plan.format.chunk_object, [], self.usage)
+        wanted = self._plan.usage.include_usage
+        return [self.frame(self._plan.format.chunk_object, [], self.usage)] if wanted else []
 
     def _chunk(self, choice: msgspec.Struct) -> Completion:
         usage: Usage | UnsetType | None = UNSET

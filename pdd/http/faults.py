@@ -67,10 +67,11 @@ def fault_of(error: Exception) -> Fault:
 
 def _of_http_exception(error: web.HTTPException) -> Fault:
     """What aiohttp's router and body reader refuse."""
-    codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+    codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
     messages = {
         404: "There is nothing at this path.",
         405: "This path does not take that method.",
+        415: "The body of a request must be JSON, with the header Content-Type: application/json.",
         413: f"The request's body is too large: {error.text}",
     }
     return Fault(

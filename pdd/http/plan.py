@@ -90,7 +90,7 @@ def plan_completion(body: CompletionBody, model: ServedModel) -> Plan:
         format_=TextFormat(
             model.text.vocabulary,
             logprobs=body.logprobs is not None,
-            echoes=[prompt.text if body.echo else "" for prompt in prompts for _ in range(num_choices)],
+            echoes=[prompt.text for prompt in prompts for _ in range(num_choices)],
         ),
     )
 

@@ -6,8 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from pdd.base.ids import RequestId
-from pdd.lifecycle.request import GenerateRequest, TokenOutput
-from pdd.lifecycle.request import Readiness as Readiness
+from pdd.lifecycle.request import GenerateRequest, Readiness, TokenOutput
 
 
 class Generator(Protocol):

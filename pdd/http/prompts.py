@@ -17,7 +17,7 @@ ROLES = ("system", "developer", "user", "assistant")
 class Prompt(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...]
     text: str
-    """What `echo` gives back; empty for a chat."""
+    """What `echo` gives back; empty where that is not asked for."""
 
 
 def chat_prompt(body: ChatBody, text: Text) -> Prompt:
@@ -43,9 +43,9 @@ def completion_prompts(body: CompletionBody, text: Text) -> list[Prompt]:
         case [str(), *_] as texts if all(isinstance(one, str) for one in texts):
             return [_text_prompt(one, f"prompt[{index}]", body, text) for index, one in enumerate(texts)]
         case [list(), *_] as prompts if all(isinstance(one, list) for one in prompts):
-            return [_token_prompt(one, f"prompt[{index}]", text) for index, one in enumerate(prompts)]
+            return [_token_prompt(one, f"prompt[{index}]", body, text) for index, one in enumerate(prompts)]
         case tokens:
-            return [_token_prompt(tokens, "prompt", text)]
+            return [_token_prompt(tokens, "prompt", body, text)]
 
 
 def check_token_ids(tokens: list[Any], param: str, vocabulary: Vocabulary) -> None:
@@ -65,12 +65,12 @@ def _text_prompt(prompt: str, param: str, body: CompletionBody, text: Text) -> P
     if not prompt:
         raise BadRequest("The prompt is empty.", param)
     tokens = text.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
-    return Prompt(_not_empty(tokens, param), prompt)
+    return Prompt(_not_empty(tokens, param), prompt if body.echo else "")
 
 
-def _token_prompt(tokens: list[Any], param: str, text: Text) -> Prompt:
+def _token_prompt(tokens: list[Any], param: str, body: CompletionBody, text: Text) -> Prompt:
     check_token_ids(tokens, param, text.vocabulary)
-    return Prompt(_not_empty(tokens, param), text.vocabulary.decode(tokens))
+    return Prompt(_not_empty(tokens, param), text.vocabulary.decode(tokens) if body.echo else "")
 
 
 def _not_empty(tokens: list[int], param: str) -> tuple[int, ...]:

@@ -100,8 +100,8 @@ class Format(Protocol):
     whole_object: str
     chunk_object: str
 
-    def opening(self, index: int) -> msgspec.Struct | None:
-        """The chunk that comes before everything else of a choice."""
+    def opening(self, index: int) -> list[msgspec.Struct]:
+        """The chunks that come before everything else of a choice."""
         ...
 
     def delta(self, index: int, piece: Piece) -> msgspec.Struct: ...
@@ -120,8 +120,8 @@ class ChatFormat:
         self._vocabulary = vocabulary
         self._logprobs = logprobs
 
-    def opening(self, index: int) -> ChatChunkChoice:
-        return ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
+    def opening(self, index: int) -> list[msgspec.Struct]:
+        return [ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))]
 
     def delta(self, index: int, piece: Piece) -> ChatChunkChoice:
         return ChatChunkChoice(index=index, delta=ChatDelta(content=piece.text), logprobs=self._of(piece.positions))
@@ -159,8 +159,8 @@ class TextFormat:
         self._logprobs = logprobs
         self._echoes = echoes
 
-    def opening(self, index: int) -> TextChoice | None:
-        return TextChoice(index=index, text=self._echoes[index]) if self._echoes[index] else None
+    def opening(self, index: int) -> list[msgspec.Struct]:
+        return [TextChoice(index=index, text=self._echoes[index])] if self._echoes[index] else []
 
     def delta(self, index: int, piece: Piece) -> TextChoice:
         return TextChoice(index=index, text=piece.text, logprobs=self._of(piece.positions))

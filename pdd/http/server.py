@@ -11,18 +11,19 @@ import errno
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
-from pdd.base.errors import AddressBusy, OperatorError
+from pdd.base.errors import AddressBusy, BadRequest, DeadlineExceeded, OperatorError
 from pdd.http.answer import StreamedAnswer, WholeAnswer
 from pdd.http.events import ClientGone, EventStream
 from pdd.http.faults import fault_of
 from pdd.http.keys import ApiKeys
+from pdd.http.metrics import CLIENT_CLOSED, HttpMetrics
 from pdd.http.plan import Plan, ServedModel, plan_chat, plan_completion
 from pdd.http.port import Generator
 from pdd.http.prompts import chat_prompt, check_token_ids
@@ -33,12 +34,15 @@ from pdd.topology.model import Http, Limits
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/metrics"})
 """What needs no API key: probes and scrapers have none."""
+READ_BODY_S = 60.0
+"""How long a client may take to send a request's body."""
 SHUTDOWN_S = 5.0
 """How long running answers may go on after stop()."""
 
 Result = TypeVar("Result")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Outputs = AsyncGenerator[tuple[int, TokenOutput], None]
+Item = tuple[int, TokenOutput]
+Outputs = AsyncGenerator[Item, None]
 
 
 class HttpServer:
@@ -49,12 +53,19 @@ class HttpServer:
         self._model = model
         self._http = http
         self._keys = None if http.api_key_file is None else ApiKeys.read(http.api_key_file)
+        self._metrics = HttpMetrics()
         self._started_s = int(time.time())
         # Tokenizing a long prompt takes a good part of a second, which the event loop does not have.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
         self._app = web.Application(client_max_size=limits.max_body_bytes, middlewares=[self._guard])
         self._app.add_routes(self._routes())
-        self._runner = web.AppRunner(self._app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        self._runner = web.AppRunner(
+            self._app,
+            handler_cancellation=True,  # a client that goes away cancels, also before the first token
+            auto_decompress=False,  # or a small body could grow beyond the limit while it is unpacked
+            access_log=None,
+            shutdown_timeout=SHUTDOWN_S,
+        )
 
     async def start(self) -> None:
         """Listens. Raises AddressBusy when another process has the port, OperatorError for other faults of it."""
@@ -90,35 +101,45 @@ class HttpServer:
             web.get("/live", self._live),
             web.get("/ready", self._ready),
             web.get("/health", self._health),
-            web.get("/metrics", self._metrics),
+            web.get("/metrics", self._show_metrics),
         ]
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Asks for the key, and turns every error into the API's shape."""
+        """Asks for the key, turns every error into the API's shape, and counts."""
         try:
             if self._keys is not None and request.path not in OPEN_PATHS:
                 self._keys.check(request.headers.get("Authorization"))
-            return await handler(request)
+            response = await handler(request)
+        except asyncio.CancelledError:
+            self._metrics.count(request, CLIENT_CLOSED)
+            raise
         except Exception as error:
-            return fault_of(error).response()
+            response = fault_of(error).response()
+        self._metrics.count(request, response.status)
+        return response
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = read_body(read_object(await request.read()), ChatBody)
+        body = read_body(await _read_fields(request), ChatBody)
         self._model.check_name(body.model)
         return await self._answer(request, await self._in_thread(partial(plan_chat, body, self._model)))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        body = read_body(read_object(await request.read()), CompletionBody)
+        body = read_body(await _read_fields(request), CompletionBody)
         self._model.check_name(body.model)
         return await self._answer(request, await self._in_thread(partial(plan_completion, body, self._model)))
 
     async def _answer(self, request: web.Request, plan: Plan) -> web.StreamResponse:
         sequences = Sequences(self._generator, plan.prompts)
         async with aclosing(sequences.outputs()) as outputs:
-            if plan.stream:
-                return await self._stream(request, plan, sequences, outputs)
-            return await self._collect(plan, sequences, outputs)
+            if not plan.stream:
+                return await self._collect(plan, sequences, outputs)
+            first = await anext(outputs)  # an error up to here has a status of its own
+            events = EventStream(request, plan.id)
+            with suppress(ClientGone):
+                await events.open()
+                await self._stream(plan, sequences, first, outputs, events)
+            return events.response
 
     async def _collect(self, plan: Plan, sequences: Sequences, outputs: Outputs) -> web.Response:
         answer = WholeAnswer(plan, self._model, int(time.time()))
@@ -129,29 +150,30 @@ class HttpServer:
         return _json(answer.completion(), headers={"x-request-id": plan.id})
 
     async def _stream(
-        self, request: web.Request, plan: Plan, sequences: Sequences, outputs: Outputs
-    ) -> web.StreamResponse:
+        self, plan: Plan, sequences: Sequences, first: Item, outputs: Outputs, events: EventStream
+    ) -> None:
+        """Raises ClientGone; every other error becomes the last event."""
         answer = StreamedAnswer(plan, self._model, int(time.time()))
-        item: tuple[int, TokenOutput] | None = await anext(outputs)  # an error up to here has a status of its own
-        events = EventStream(request, plan.id)
+        item: Item | None = first
         try:
-            await events.open()
             while item is not None:
                 index, output = item
-                await events.send(*answer.chunks(index, output))
+                chunks = answer.chunks(index, output)
                 if answer.stopped(index) and not output.last:
                     sequences.stop(index)
+                await events.send(*chunks)
                 item = await anext(outputs, None)
             await events.send(*answer.closing())
             await events.done()
         except ClientGone:
-            pass
+            raise
         except Exception as error:
-            await events.fail(fault_of(error))
-        return events.response
+            fault = fault_of(error)
+            self._metrics.http_broken_streams.labels(fault.code).inc()
+            await events.fail(fault)
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        fields = read_object(await request.read())
+        fields = await _read_fields(request)
         if "messages" in fields:
             chat = read_body(fields, ChatBody)
             self._model.check_name(chat.model)
@@ -166,7 +188,7 @@ class HttpServer:
         return self._model.text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        body = read_body(read_object(await request.read()), DetokenizeBody)
+        body = read_body(await _read_fields(request), DetokenizeBody)
         self._model.check_name(body.model or self._model.name)
         vocabulary = self._model.text.vocabulary
         check_token_ids(body.tokens, "tokens", vocabulary)
@@ -198,12 +220,26 @@ class HttpServer:
     async def _health(self, request: web.Request) -> web.Response:
         return _json(self._generator.health())
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _show_metrics(self, request: web.Request) -> web.Response:
         headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        return web.Response(body=self._generator.metrics_text(), headers=headers)
+        return web.Response(body=self._generator.metrics_text() + self._metrics.text(), headers=headers)
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+async def _read_fields(request: web.Request) -> dict[str, object]:
+    """The JSON object in the body. Its type must say so, because web pages of others can send any other type here."""
+    if request.content_type != "application/json":
+        raise web.HTTPUnsupportedMediaType
+    try:
+        async with asyncio.timeout(READ_BODY_S):
+            raw = await request.read()
+    except TimeoutError:
+        raise DeadlineExceeded(f"The body of your request did not arrive within {READ_BODY_S:g} s.") from None
+    except (web.RequestPayloadError, ConnectionError) as error:
+        raise BadRequest(f"The body of your request broke off: {error}.") from error
+    return read_object(raw)
 
 
 def _json(value: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -10,10 +10,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from pdd.base.errors import PddError
 from pdd.base.ids import RequestId
 from pdd.engine.config import TextConfig
-from pdd.http.port import Readiness
 from pdd.http.text import Text
 from pdd.http.vocabulary import TokenizerVocabulary
-from pdd.lifecycle.request import ErrorInfo, FinishReason, GenerateRequest, TokenLogprobs, TokenOutput
+from pdd.lifecycle.request import ErrorInfo, FinishReason, GenerateRequest, Readiness, TokenLogprobs, TokenOutput
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CORPUS = [

@@ -118,6 +118,9 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
+JSON = {"Content-Type": "application/json"}
+
+
 def names(value: object) -> str:
     return json.dumps(value)[:60]
 
@@ -162,7 +165,7 @@ async def test_a_bad_completion(serve: Serve, fields: dict[str, Any], param: str
 )
 async def test_a_body_that_is_no_request(serve: Serve, raw: bytes) -> None:
     served = await serve()
-    async with served.client.post("/v1/completions", data=raw) as response:
+    async with served.client.post("/v1/completions", data=raw, headers=JSON) as response:
         assert response.status == 400
         assert (await response.json())["error"]["message"]
     assert served.generator.requests == []

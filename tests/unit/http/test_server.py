@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from conftest import Serve, Served
 from http_fakes import outputs_of
 
 from pdd.base.errors import AddressBusy, KeyFileInvalid
-from pdd.http.port import Readiness
-from pdd.lifecycle.request import GenerateRequest, TokenOutput
+from pdd.lifecycle.request import GenerateRequest, Readiness, TokenOutput
 from pdd.topology.model import Http
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
 def keyed(path: Path, text: str = "# ops\nkey-one\n\nkey-two\n", mode: int = 0o600) -> Http:
@@ -81,7 +83,9 @@ async def test_pages_for_operators(serve: Serve) -> None:
         assert (await response.json())["node"] == "n0"
     async with served.client.get("/metrics") as response:
         assert response.content_type == "text/plain"
-        assert "pdd_up 1" in await response.text()
+        metrics = await response.text()
+    assert "pdd_up 1" in metrics
+    assert 'pdd:http_responses_total{path="/ready",status="503"} 1.0' in metrics
 
 
 @pytest.mark.parametrize(
@@ -160,8 +164,7 @@ async def test_a_client_that_does_not_read_holds_the_generator_back(serve: Serve
     served = await serve(script)
     reader, writer = await asyncio.open_connection("127.0.0.1", served.server.port, limit=1)
     body = json.dumps({"model": "m", "prompt": "x", "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
+    writer.write(POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
     await reader.readexactly(1)
     before = -1
     while before != served.generator.num_yielded:
@@ -191,7 +194,13 @@ async def test_stopping_ends_running_answers(serve: Serve, monkeypatch: pytest.M
 
 async def test_bytes_that_are_no_http(serve: Serve) -> None:
     served = await serve()
-    for raw in (b"\x00\xff" * 500, b"GET / HTTP/9.9\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: -5\r\n\r\n"):
+    for raw in (
+        b"\x00\xff" * 500,
+        b"GET / HTTP/9.9\r\n\r\n",
+        POST + b"Content-Length: -5\r\n\r\n",
+        POST + b"Content-Length: 500\r\n\r\nhalf",
+        POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ):
         reader, writer = await asyncio.open_connection("127.0.0.1", served.server.port)
         writer.write(raw)
         writer.write_eof()
@@ -199,3 +208,36 @@ async def test_bytes_that_are_no_http(serve: Serve) -> None:
         writer.close()
         await writer.wait_closed()
     assert (await served.complete())[0] == 200
+
+
+async def test_a_compressed_body_is_not_unpacked(serve: Serve) -> None:
+    served = await serve()
+    headers = {"Content-Type": "application/json", "Content-Encoding": "deflate"}
+    bomb = zlib.compress(b'{"model": "m", "prompt": "' + b"x" * 10**7 + b'"}')
+    async with served.client.post("/v1/completions", data=bomb, headers=headers) as response:
+        assert response.status == 400
+    assert served.generator.requests == []
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for_forever(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdd.http.server.READ_BODY_S", 0.0)
+    served = await serve()
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.server.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"
+    )
+    assert b"408" in await reader.readline()
+    writer.close()
+    await writer.wait_closed()
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded"])
+async def test_what_any_web_page_may_send_is_refused(serve: Serve, content_type: str) -> None:
+    served = await serve()
+    headers = {"Content-Type": content_type}
+    async with served.client.post("/v1/completions", data=b'{"model":"m","prompt":"x"}', headers=headers) as response:
+        assert response.status == 415
+        assert (await response.json())["error"]["code"] == "unsupported_media_type"
+    assert served.generator.requests == []
