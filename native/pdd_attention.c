@@ -87,11 +87,22 @@ struct heads {
     float total[MAX_GROUP]; /* sum of exp(score - max) */
 };
 
+/* Pages are scattered and the processor's own prefetcher stops at their ends: fetch a row of the next block for each
+ * row of this one. Beyond the sequence's end that is at most a useless fetch, never a fault. */
+INLINE void prefetch_row(const char *row, int64_t row_bytes)
+{
+    for (int64_t at = 0; at < row_bytes; at += 64)
+        __builtin_prefetch(row + at);
+}
+
 /* scores[head][token] = q[head] . k[token] */
 INLINE void block_scores(float scores[][BLOCK], const struct heads *heads, const void *k, int32_t num_tokens,
-                         int32_t dim, const int group, const int type)
+                         int32_t dim, const char *next, int64_t v_bytes, const int group, const int type)
 {
+    const int64_t row_bytes = dim * element_bytes(type);
     for (int32_t token = 0; token < num_tokens; token++) {
+        prefetch_row(next + token * row_bytes, row_bytes);
+        prefetch_row(next + v_bytes + token * row_bytes, row_bytes);
         vec dot[MAX_GROUP] = {{0}};
         int64_t at = (int64_t)token * dim;
         int32_t d = 0;
@@ -168,7 +179,7 @@ INLINE void attend_group(const struct pdd_cache *cache, const int32_t *pages, in
                          struct heads *heads, const int group, const int type)
 {
     const int64_t dim = cache->head_dim, page_tokens = cache->page_tokens;
-    const int64_t head_bytes = page_tokens * dim * element_bytes(type);
+    const int64_t row_bytes = dim * element_bytes(type), head_bytes = page_tokens * row_bytes;
     const int64_t v_bytes = cache->num_kv_heads * head_bytes;
     float scores[MAX_GROUP][BLOCK], scale[MAX_GROUP];
     for (int h = 0; h < group; h++) {
@@ -176,13 +187,17 @@ INLINE void attend_group(const struct pdd_cache *cache, const int32_t *pages, in
         heads->total[h] = 0;
     }
     memset(heads->sums, 0, (size_t)(group * dim) * sizeof(float));
-    for (int64_t first = 0; first < length; first += page_tokens) {
-        const char *page = (const char *)cache->base + pages[first / page_tokens] * 2 * v_bytes + kv_head * head_bytes;
-        int64_t in_page = length - first < page_tokens ? length - first : page_tokens;
+    const char *base = (const char *)cache->base + kv_head * head_bytes;
+    const int64_t last = (length - 1) / page_tokens;
+    for (int64_t number = 0; number <= last; number++) {
+        const char *page = base + pages[number] * 2 * v_bytes;
+        const char *next_page = base + pages[number < last ? number + 1 : last] * 2 * v_bytes;
+        const int64_t in_page = number < last ? page_tokens : length - last * page_tokens;
         for (int64_t at = 0; at < in_page; at += BLOCK) {
             int32_t count = (int32_t)(in_page - at < BLOCK ? in_page - at : BLOCK);
-            const char *k = page + at * dim * element_bytes(type);
-            block_scores(scores, heads, k, count, (int32_t)dim, group, type);
+            const char *k = page + at * row_bytes;
+            const char *next = at + BLOCK < in_page ? k + BLOCK * row_bytes : next_page;
+            block_scores(scores, heads, k, count, (int32_t)dim, next, v_bytes, group, type);
             block_weights(scores, heads, scale, count, group);
             block_values(scores, heads, scale, k + v_bytes, count, (int32_t)dim, group, type);
         }

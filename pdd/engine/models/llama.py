@@ -6,6 +6,7 @@ Runs in the executor, one `forward` a step, over any mixture of prefill chunks a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -114,14 +115,15 @@ class LlamaModel:
 
 
 def load_llama(packed: PackedModel, arena: Arena, progress: LayerProgress, threads: int) -> LlamaModel:
-    """Weights stay in the file's mapping: executors of one node share them through the page cache.
-
-    Raises ModelInvalid where the weights cannot be mapped.
-    """
+    """Raises ModelInvalid where the weights cannot be mapped."""
     torch.set_num_threads(threads)
+    return LlamaModel(packed.config, load_tensors(packed.weights), arena, progress, threads)
+
+
+def load_tensors(path: Path) -> Tensors:
+    """Views of the file's mapping, never copies: executors of one node share the weights through the page cache."""
     try:
-        with safe_open(packed.weights, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise ModelInvalid(f"{packed.weights}: {error}; pack the model again") from error
-    return LlamaModel(packed.config, tensors, arena, progress, threads)
+        raise ModelInvalid(f"{path}: {error}; pack the model again") from error
