@@ -72,7 +72,7 @@ class Scheduler:
         if sequence.request in self._sequences:
             raise InvariantBroken(f"{sequence.request} is scheduled already")
         self._pool.publish(sequence.request, sequence.tokens, sequence.num_computed)
-        sequence.last_step = self._num_steps
+        sequence.last_step = self._num_steps - 1
         self._sequences[sequence.request] = sequence
 
     def remove(self, request: RequestId) -> bool:

@@ -33,8 +33,8 @@ class Sequence:
     """The prompt and what has been sampled."""
     num_pages_sent: int | None = field(init=False, default=None)
     """Pages that the executor knows of; None: it does not know the sequence."""
-    last_step: int = field(init=False, default=0)
-    """Number of the step that last computed for it, or that followed its arrival."""
+    last_step: int = field(init=False, default=-1)
+    """Number of the step that last computed for it, or else of the one before its arrival."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
