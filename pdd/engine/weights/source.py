@@ -75,10 +75,6 @@ def packed_tensors(config: ModelConfig) -> list[PackedTensor]:
     return tensors
 
 
-def piece_names(config: ModelConfig) -> list[str]:
-    return [piece.name for tensor in packed_tensors(config) for piece in tensor.pieces]
-
-
 def bind(
     path: Path,
     config: ModelConfig,
