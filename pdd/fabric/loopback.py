@@ -64,11 +64,13 @@ class LoopbackFabric:
         alive = [port for port in self._ports if port not in self._dead]
         for port in alive:
             port.post()
-        movable = [(port, message) for port in alive for message in port.outbox if self._can_move(message)]
-        if not movable:
-            return False
-        self._move(*(self._random.choice(movable) if self._reorder else movable[0]))
-        return True
+        sent = [(port, message) for port in alive for message in port.outbox]
+        first = self._random.randrange(len(sent)) if sent and self._reorder else 0
+        for port, message in sent[first:] + sent[:first]:
+            if self._can_move(message):
+                self._move(port, message)
+                return True
+        return False
 
     def run(self) -> None:
         """Steps until nothing moves any more."""

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
@@ -34,6 +35,8 @@ from pdd.fabric.port import (
 
 PREFIX = b"loopback:"
 UNBOUNDED_BYTES = 1 << 62
+MAX_IN_FLIGHT = 128
+"""Pieces for one peer that have been posted and not yet completed locally."""
 
 
 @dataclass(eq=False)
@@ -220,14 +223,19 @@ class LoopbackPort:
     # For the network.
 
     def listens_at(self, address: bytes) -> bool:
-        own = [registration.own_address for registration in self._memories.values()]
-        return not self._closed and address in (self.address, *own)
+        if self._closed:
+            return False
+        return address == self.address or any(each.own_address == address for each in self._memories.values())
 
     def post(self) -> None:
         """Puts what the counters allow into the outbox."""
-        for write in list(self._writes.values()):
-            while write.posting and self._may_post(write):
+        in_flight = Counter[Peer]()
+        for write in self._writes.values():
+            in_flight[write.spec.peer] += write.in_flight
+        for write in self._writes.values():
+            while write.posting and self._may_post(write) and in_flight[write.spec.peer] < MAX_IN_FLIGHT:
                 self.outbox.append(self._next_message(write))
+                in_flight[write.spec.peer] += 1
 
     def complete(self, message: Message) -> None:
         """Local completion: the source is read now and may change afterwards."""

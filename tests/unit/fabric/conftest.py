@@ -1,0 +1,11 @@
+from collections.abc import Iterator
+
+import pytest
+from fabric_bench import Bench, make_bench
+
+
+@pytest.fixture(params=["tcp", "shm", "loopback"])
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    made = make_bench(request.param)
+    yield made
+    made.close()
