@@ -10,7 +10,8 @@ import aiohttp
 import msgspec
 
 from pdd.base.errors import NoPath
-from pdd.topology.model import Topology
+from pdd.http.keys import read_keys
+from pdd.topology.model import Http, Topology
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,10 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
 
 
-def http_address(topology: Topology) -> str:
+def http_of(topology: Topology) -> Http:
     """Where the cluster answers: the first node with an HTTP port. Every loaded topology has one."""
-    http = next(node.http for node in topology.nodes.values() if node.http is not None)
-    return f"http://{http.host}:{http.port}"
+    return next(node.http for node in topology.nodes.values() if node.http is not None)
 
 
 def run(topology: Topology, args: argparse.Namespace) -> int:
@@ -35,13 +35,16 @@ def run(topology: Topology, args: argparse.Namespace) -> int:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    return asyncio.run(_chat(http_address(topology), body))
+    http = http_of(topology)
+    keys = [] if http.api_key_file is None else read_keys(http.api_key_file)
+    headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+    return asyncio.run(_chat(f"http://{http.host}:{http.port}", headers, body))
 
 
-async def _chat(url: str, body: dict[str, object]) -> int:
+async def _chat(url: str, headers: dict[str, str], body: dict[str, object]) -> int:
     try:
         async with (
-            aiohttp.ClientSession() as session,
+            aiohttp.ClientSession(headers=headers) as session,
             session.post(f"{url}/v1/chat/completions", json=body) as response,
         ):
             if response.status != 200:

@@ -22,7 +22,7 @@ from pdd.base.errors import AddressBusy, BadRequest, DeadlineExceeded, OperatorE
 from pdd.http.answer import StreamedAnswer, WholeAnswer
 from pdd.http.events import ClientGone, EventStream
 from pdd.http.faults import fault_of
-from pdd.http.keys import ApiKeys
+from pdd.http.keys import ApiKeys, read_keys
 from pdd.http.metrics import CLIENT_CLOSED, HttpMetrics
 from pdd.http.plan import Plan, ServedModel, plan_chat, plan_completion
 from pdd.http.port import Generator
@@ -52,7 +52,7 @@ class HttpServer:
         self._generator = generator
         self._model = model
         self._http = http
-        self._keys = None if http.api_key_file is None else ApiKeys.read(http.api_key_file)
+        self._keys = None if http.api_key_file is None else ApiKeys(read_keys(http.api_key_file))
         self._metrics = HttpMetrics()
         self._started_s = int(time.time())
         # Tokenizing a long prompt takes a good part of a second, which the event loop does not have.
