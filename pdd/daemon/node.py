@@ -78,6 +78,8 @@ class Node:
             policy, timeout_s = self.topology.handoff, self.topology.limits.timeout_s
             replica.user = self._decode[replica.name] = DecodeSide(self._control, replica, policy, timeout_s)
         self._announce_to_all()
+        for peer in self.peers:
+            self._pair(peer)
 
     def replica_failed(self) -> None:
         """One of ours is down; its requests have been told already."""
@@ -113,7 +115,7 @@ class Node:
             case wire.Load():
                 self.peers.load(peer, message)
             case wire.Announce():
-                self._announced(self.peers.announce(peer, message))
+                self._pair(self.peers.announce(peer, message))
             case wire.Grant():
                 self._granted(peer, message)
             case wire.Submit():
@@ -157,8 +159,8 @@ class Node:
         for peer in list(self.peers):
             self.send(peer.node, self._announcement())
 
-    def _announced(self, peer: Peer) -> None:
-        """Pairs each of its replicas with each of ours that it can work with."""
+    def _pair(self, peer: Peer) -> None:
+        """Pairs each of its replicas with each of ours that it can work with. Called whenever either side has news."""
         for info in peer.replicas.values():
             for replica in self.replicas.values():
                 if {replica.role.value, info.role} != {Role.PREFILL.value, Role.DECODE.value}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import msgspec
 
@@ -17,23 +18,10 @@ from pdd.wire import admin
 
 async def answer(node: Node, request: admin.AdminRequest) -> msgspec.Struct:
     """Performs one command. Raises BadRequest for an unknown one, NotFound for an unknown request id."""
-    match request.command:
-        case "status":
-            return status(node)
-        case "requests":
-            return admin.Requests(requests=node.stories.rows(node.running(), node.clock.now_s()))
-        case "story":
-            return admin.Stories(stories=node.stories.find(node.running(), _id(request), node.clock.now_s()))
-        case "cancel":
-            return _cancel(node, _id(request))
-        case "kv":
-            return admin.KvReports(replicas=tuple(_kv(replica) for replica in node.replicas.values()))
-        case "peers":
-            return admin.Peers(peers=_peers(node))
-        case "drain" | "resume":
-            node.draining = request.command == "drain"
-            return admin.DrainResult(draining=node.draining, unfinished=sum(1 for _ in node.running()))
-    raise BadRequest(f"unknown command {request.command!r}")
+    command = _COMMANDS.get(request.command)
+    if command is None:
+        raise BadRequest(f"unknown command {request.command!r}; there are {', '.join(_COMMANDS)}")
+    return command(node, request)
 
 
 def status(node: Node) -> admin.Status:
@@ -149,3 +137,28 @@ def _id(request: admin.AdminRequest) -> str:
     if not request.request:
         raise BadRequest(f"{request.command} needs a request id", param="request")
     return request.request
+
+
+def _drain(node: Node, request: admin.AdminRequest) -> admin.DrainResult:
+    node.draining = request.command == "drain"
+    return admin.DrainResult(draining=node.draining, unfinished=sum(1 for _ in node.running()))
+
+
+def _requests(node: Node) -> admin.Requests:
+    return admin.Requests(requests=node.stories.rows(node.running(), node.clock.now_s()))
+
+
+def _stories(node: Node, prefix: str) -> admin.Stories:
+    return admin.Stories(stories=node.stories.find(node.running(), prefix, node.clock.now_s()))
+
+
+_COMMANDS: dict[str, Callable[[Node, admin.AdminRequest], msgspec.Struct]] = {
+    "status": lambda node, _: status(node),
+    "requests": lambda node, _: _requests(node),
+    "story": lambda node, request: _stories(node, _id(request)),
+    "cancel": lambda node, request: _cancel(node, _id(request)),
+    "kv": lambda node, _: admin.KvReports(replicas=tuple(_kv(replica) for replica in node.replicas.values())),
+    "peers": lambda node, _: admin.Peers(peers=_peers(node)),
+    "drain": _drain,
+    "resume": _drain,
+}

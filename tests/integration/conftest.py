@@ -1,4 +1,4 @@
-"""Real daemons on loopback: a cluster is a topology file, one process a node, and questions over HTTP and admin sockets."""
+"""Real daemons on loopback: a topology file, one process a node, and questions over HTTP and admin sockets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -182,8 +183,7 @@ def make_cluster(tmp_path: Path) -> MakeCluster:
 
     @asynccontextmanager
     async def make(nodes: dict[str, Any], model: Path = TOY_MODEL, **sections: Any) -> AsyncIterator[Cluster]:
-        directory = tmp_path / f"cluster{len(list(tmp_path.iterdir()))}"
-        directory.mkdir()
+        directory = Path(tempfile.mkdtemp(prefix="cluster", dir=tmp_path))
         cluster = Cluster(directory, nodes, model, **sections)
         try:
             await cluster.start()

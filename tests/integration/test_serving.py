@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
-import pytest_asyncio
-
 from conftest import Cluster, MakeCluster, colocated, prefill_and_decode
 
 
