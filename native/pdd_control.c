@@ -96,6 +96,7 @@ int pdd_do_register(struct pdd_port *port, struct call *call)
         pdd_endpoint_close(&memory->endpoint);
         if (memory->mr)
             fi_close(&memory->mr->fid);
+        memory->mr = NULL;
         leave_place(&memory->place);
         return rc;
     }
@@ -118,6 +119,7 @@ int pdd_do_release(struct pdd_port *port, struct call *call)
             pdd_cancel_write(port, port->live[slot]);
     pdd_endpoint_close(&memory->endpoint);
     int rc = fi_close(&memory->mr->fid);
+    memory->mr = NULL;
     leave_place(&memory->place);
     return rc;
 }
@@ -153,8 +155,10 @@ static int allocate_messages(struct peer *peer, uint32_t number)
     return 0;
 }
 
-static void free_peer(struct peer *peer)
+/* The endpoint first: it knows the messages. */
+void pdd_free_peer(struct peer *peer)
 {
+    pdd_endpoint_close(&peer->endpoint);
     free(peer->messages);
     free(peer->free_messages);
     peer->messages = NULL;
@@ -180,26 +184,11 @@ int pdd_do_add_peer(struct pdd_port *port, struct call *call)
     if (!rc && fi_av_insert(peer->endpoint.av, address, 1, &peer->address, 0, NULL) != 1)
         rc = -EINVAL;
     if (rc) {
-        pdd_endpoint_close(&peer->endpoint);
-        free_peer(peer);
+        pdd_free_peer(peer);
         return rc;
     }
     call->handle = peer->place.handle;
     return 0;
-}
-
-/* The contexts of a dropped peer stay until libfabric has given all of them back. */
-void pdd_free_if_idle(struct pdd_port *port, struct peer *peer)
-{
-    if (!peer->place.handle && peer->num_free == port->max_in_flight)
-        free_peer(peer);
-}
-
-/* Reads what has completed, but not for ever while others keep writing to us. */
-static void settle(struct pdd_port *port)
-{
-    for (int turns = 0; turns < 64 && pdd_read_completions(port); turns++)
-        ;
 }
 
 int pdd_do_drop_peer(struct pdd_port *port, struct call *call)
@@ -207,14 +196,14 @@ int pdd_do_drop_peer(struct pdd_port *port, struct call *call)
     struct peer *peer = pdd_find_peer(port, call->handle);
     if (!peer)
         return -ENOENT;
-    settle(port);                        /* what did complete shall not be called cancelled */
+    while (pdd_read_cq(port, &peer->endpoint)) /* what did complete shall not be called cancelled */
+        ;
+    port->in_flight -= port->max_in_flight - peer->num_free;
     pdd_endpoint_close(&peer->endpoint); /* nothing reads the sources from here on */
-    peer->place.handle = 0;
     for (uint32_t slot = 0; slot < port->max_writes; slot++)
         if (port->live[slot] && port->live[slot]->peer == peer)
-            pdd_abandon_write(port, port->live[slot]);
-    settle(port); /* what closing has flushed */
-    pdd_free_if_idle(port, peer);
+            pdd_abandon_write(port, port->live[slot], ECANCELED);
+    pdd_free_peer(peer);
     return 0;
 }
 

@@ -54,7 +54,7 @@ int pdd_expect(pdd_port *port, uint32_t immediate, uint32_t num_pieces)
     atomic_store(&count->word, word);
     if (word & REACHED)
         reached_by_caller(port, immediate);
-    else if (port->cq_fd < 0)
+    else if (port->endpoint.fd < 0)
         pdd_wake(port); /* it polls faster while something is expected */
     return 0;
 }

@@ -98,7 +98,7 @@ struct pdd_stats {
 int pdd_open(const struct pdd_options *options, pdd_port **port, char *message, uint32_t message_bytes);
 /* Ends every write with ECANCELED and closes the endpoints (waits). Events can still be drained. */
 void pdd_close(pdd_port *port);
-/* Frees what pdd_close left. The event fd is closed here. */
+/* Closes if need be, and frees what that left. The event fd is closed here. */
 void pdd_free(pdd_port *port);
 
 void pdd_get_info(const pdd_port *port, struct pdd_info *info);

@@ -95,17 +95,44 @@ static struct fi_info *choose_provider(const struct pdd_options *options)
 }
 
 /* ---- endpoints ---- */
+/* In 1.17 the fd of a CQ of `net` stays readable after its first completion: its fi_trywait forgets to reset it. The fd
+ * of a wait set is reset by fi_wait. Fixed in later releases, where the provider is called tcp. */
+static int open_cq_in_wait_set(struct pdd_port *port, struct endpoint *endpoint)
+{
+    struct fi_wait_attr wait = {.wait_obj = FI_WAIT_FD};
+    struct fi_cq_attr attr = {.size = CQ_SIZE, .format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_SET};
+    int rc = fi_wait_open(port->fabric, &wait, &endpoint->wait_set);
+    attr.wait_set = endpoint->wait_set;
+    if (!rc)
+        rc = fi_cq_open(port->domain, &attr, &endpoint->cq, NULL);
+    return rc ? rc : fi_control(&endpoint->wait_set->fid, FI_GETWAIT, &endpoint->fd);
+}
+
+static int open_cq(struct pdd_port *port, struct endpoint *endpoint)
+{
+    struct fi_cq_attr attr = {.size = CQ_SIZE, .format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_FD};
+    if (!strcmp(port->fabric_info->fabric_attr->prov_name, "net"))
+        return open_cq_in_wait_set(port, endpoint);
+    if (fi_cq_open(port->domain, &attr, &endpoint->cq, NULL)) {
+        attr.wait_obj = FI_WAIT_NONE;
+        return fi_cq_open(port->domain, &attr, &endpoint->cq, NULL);
+    }
+    return fi_control(&endpoint->cq->fid, FI_GETWAIT, &endpoint->fd);
+}
+
 int pdd_endpoint_open(struct pdd_port *port, struct endpoint *endpoint)
 {
     struct fi_av_attr av = {.type = FI_AV_UNSPEC, .count = 1};
-    memset(endpoint, 0, sizeof *endpoint);
-    int rc = fi_endpoint(port->domain, port->fabric_info, &endpoint->ep, NULL);
+    *endpoint = (struct endpoint){.fd = -1};
+    int rc = open_cq(port, endpoint);
+    if (!rc)
+        rc = fi_endpoint(port->domain, port->fabric_info, &endpoint->ep, NULL);
     if (!rc)
         rc = fi_av_open(port->domain, &av, &endpoint->av, NULL);
     if (!rc)
         rc = fi_ep_bind(endpoint->ep, &endpoint->av->fid, 0);
     if (!rc)
-        rc = fi_ep_bind(endpoint->ep, &port->cq->fid, FI_TRANSMIT | FI_RECV);
+        rc = fi_ep_bind(endpoint->ep, &endpoint->cq->fid, FI_TRANSMIT | FI_RECV);
     if (!rc)
         rc = fi_enable(endpoint->ep);
     if (rc)
@@ -115,11 +142,16 @@ int pdd_endpoint_open(struct pdd_port *port, struct endpoint *endpoint)
 
 void pdd_endpoint_close(struct endpoint *endpoint)
 {
-    if (endpoint->ep)
-        fi_close(&endpoint->ep->fid);
-    if (endpoint->av)
-        fi_close(&endpoint->av->fid);
-    memset(endpoint, 0, sizeof *endpoint);
+    struct fid *fids[] = {
+        endpoint->ep ? &endpoint->ep->fid : NULL,
+        endpoint->av ? &endpoint->av->fid : NULL,
+        endpoint->cq ? &endpoint->cq->fid : NULL,
+        endpoint->wait_set ? &endpoint->wait_set->fid : NULL,
+    };
+    for (size_t i = 0; i < sizeof fids / sizeof *fids; i++)
+        if (fids[i])
+            fi_close(fids[i]);
+    *endpoint = (struct endpoint){.fd = -1};
 }
 
 int pdd_endpoint_name(const struct endpoint *endpoint, uint8_t *address, size_t *address_bytes)
@@ -128,40 +160,12 @@ int pdd_endpoint_name(const struct endpoint *endpoint, uint8_t *address, size_t 
     return fi_getname(&endpoint->ep->fid, address, address_bytes);
 }
 
-/* In 1.17 the fd of a CQ of `net` stays readable after its first completion: its fi_trywait forgets to reset it. The fd
- * of a wait set is reset by fi_wait. Fixed in later releases, where the provider is called tcp. */
-static int open_cq_in_wait_set(struct pdd_port *port)
-{
-    struct fi_wait_attr wait = {.wait_obj = FI_WAIT_FD};
-    struct fi_cq_attr attr = {.size = CQ_SIZE, .format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_SET};
-    int rc = fi_wait_open(port->fabric, &wait, &port->wait_set);
-    attr.wait_set = port->wait_set;
-    if (!rc)
-        rc = fi_cq_open(port->domain, &attr, &port->cq, NULL);
-    return rc ? rc : fi_control(&port->wait_set->fid, FI_GETWAIT, &port->cq_fd);
-}
-
-static int open_cq(struct pdd_port *port)
-{
-    struct fi_cq_attr attr = {.size = CQ_SIZE, .format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_FD};
-    port->cq_fd = -1;
-    if (!strcmp(port->fabric_info->fabric_attr->prov_name, "net"))
-        return open_cq_in_wait_set(port);
-    if (fi_cq_open(port->domain, &attr, &port->cq, NULL)) {
-        attr.wait_obj = FI_WAIT_NONE;
-        return fi_cq_open(port->domain, &attr, &port->cq, NULL);
-    }
-    return fi_control(&port->cq->fid, FI_GETWAIT, &port->cq_fd);
-}
-
 static int open_fabric(struct pdd_port *port)
 {
     struct fi_info *info = port->fabric_info;
     int rc = fi_fabric(info->fabric_attr, &port->fabric, NULL);
     if (!rc)
         rc = fi_domain(port->fabric, info, &port->domain, NULL);
-    if (!rc)
-        rc = open_cq(port);
     if (!rc)
         rc = pdd_endpoint_open(port, &port->endpoint);
     if (!rc)
@@ -172,27 +176,17 @@ static int open_fabric(struct pdd_port *port)
 static void close_fabric(struct pdd_port *port)
 {
     for (uint32_t i = 0; i < port->num_peers; i++)
-        pdd_endpoint_close(&port->peers[i].endpoint);
+        pdd_free_peer(&port->peers[i]);
     for (uint32_t i = 0; i < port->num_memories; i++)
         pdd_endpoint_close(&port->memories[i].endpoint);
     pdd_endpoint_close(&port->endpoint);
     for (uint32_t i = 0; i < port->num_memories; i++)
         if (port->memories[i].mr)
             fi_close(&port->memories[i].mr->fid);
-    if (port->cq)
-        fi_close(&port->cq->fid);
-    if (port->wait_set)
-        fi_close(&port->wait_set->fid);
     if (port->domain)
         fi_close(&port->domain->fid);
     if (port->fabric)
         fi_close(&port->fabric->fid);
-    if (port->fabric_info)
-        fi_freeinfo(port->fabric_info);
-    for (uint32_t i = 0; i < port->num_peers; i++) {
-        free(port->peers[i].messages);
-        free(port->peers[i].free_messages);
-    }
 }
 
 /* ---- port ---- */
@@ -237,6 +231,7 @@ static int start_thread(struct pdd_port *port)
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int rc = -pthread_create(&port->thread, NULL, pdd_progress, port);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
+    port->closed = rc != 0;
     return rc;
 }
 
@@ -280,6 +275,7 @@ int pdd_open(const struct pdd_options *options, pdd_port **out, char *message, u
         return fail(message, message_bytes, -ENOMEM, "no memory for a port");
     memset(port, 0, sizeof *port);
     port->wake_fd = port->event_fd = -1;
+    port->closed = true;
     /* libfabric takes SIGINT, SIGTERM, SIGBUS and SIGSEGV for itself while it opens. */
     save_handlers(handlers);
     int rc = open_port(port, options, message, message_bytes);
@@ -307,8 +303,11 @@ void pdd_close(pdd_port *port)
 
 void pdd_free(pdd_port *port)
 {
+    pdd_close(port);
     for (uint32_t slot = 0; port->slot_writes && slot < port->max_writes; slot++)
         free(port->slot_writes[slot]);
+    if (port->fabric_info)
+        fi_freeinfo(port->fabric_info);
     free(port->slot_writes);
     free(port->slot_cancelled);
     free(port->free_slots);

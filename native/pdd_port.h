@@ -33,7 +33,7 @@
 
 enum {
     MAX_PEERS = 1024,
-    MAX_MEMORIES = 4096,
+    MAX_MEMORIES = 1024,
     MAX_WATCHES = 64,
     MAX_IOV = 8,
     MAX_ADDRESS_BYTES = 256,
@@ -72,9 +72,14 @@ static inline void list_append(struct link *list, struct link *link)
 }
 
 /* ---- what the progress thread works on ---- */
+/* With a CQ of its own: closed with the endpoint, it leaves no completion behind whose context is gone, and rxm, which
+ * never takes a closed endpoint out of its CQ's wait object, has nothing to trip over. */
 struct endpoint {
     struct fid_ep *ep;
     struct fid_av *av;
+    struct fid_cq *cq;
+    struct fid_wait *wait_set; /* NULL: the CQ has its own fd, or none */
+    int fd;                    /* readable when the CQ wants to be read; -1: the provider has none */
 };
 
 /* Place of a table, first in each entry. A handle is (uses << 16 | index + 1): an old one does not name the next owner. */
@@ -102,17 +107,17 @@ struct write {
     uint64_t posted_bytes;
 };
 
-/* Context of one message. Its array lives until libfabric has given all of them back, or the port is closed. */
+/* Context of one message. Freed only after the endpoint that knows it is closed. */
 struct message {
     struct fi_context2 context; /* first */
     struct peer *peer;
-    struct write *write; /* NULL: the write ended without waiting for it */
+    struct write *write;
 };
 
 /* A remote endpoint, and an endpoint of ours that writes to nobody else: a peer that hangs takes nothing with it, and
  * dropping it closes what could still read the source or write to the target. */
 struct peer {
-    struct place place; /* taken until libfabric has given back every message */
+    struct place place;
     struct endpoint endpoint;
     fi_addr_t address;
     struct link ready;
@@ -176,12 +181,9 @@ struct pdd_port {
     struct fi_info *fabric_info;
     struct fid_fabric *fabric;
     struct fid_domain *domain;
-    struct fid_cq *cq;
-    struct fid_wait *wait_set; /* NULL: the CQ has its own fd, or none */
     struct endpoint endpoint; /* of the port's own address */
     uint8_t address[MAX_ADDRESS_BYTES];
     size_t address_bytes;
-    int cq_fd; /* -1: the provider has none */
     int wake_fd, event_fd;
     uint64_t spin_ns;
     uint32_t max_writes, max_iov, max_in_flight;
@@ -218,6 +220,7 @@ struct pdd_port {
     struct watch watches[MAX_WATCHES];
     uint32_t num_peers, num_memories, num_watches; /* high-water marks */
     uint32_t in_flight;
+    struct pollfd fds[2 + MAX_WATCHES + MAX_PEERS + MAX_MEMORIES];
     struct {
         uint32_t immediate;
         uint64_t num_pieces;
@@ -263,13 +266,13 @@ int pdd_do_add_peer(struct pdd_port *port, struct call *call);
 int pdd_do_drop_peer(struct pdd_port *port, struct call *call);
 int pdd_do_watch(struct pdd_port *port, struct call *call);
 int pdd_do_unwatch(struct pdd_port *port, struct call *call);
-void pdd_free_if_idle(struct pdd_port *port, struct peer *peer);
+void pdd_free_peer(struct peer *peer);
 
 /* pdd_write.c, on the progress thread */
 void pdd_take_write(struct pdd_port *port, struct write *write);
 void pdd_end_write(struct pdd_port *port, struct write *write, int error);
 void pdd_cancel_write(struct pdd_port *port, struct write *write);
-void pdd_abandon_write(struct pdd_port *port, struct write *write);
+void pdd_abandon_write(struct pdd_port *port, struct write *write, int error);
 void pdd_message_done(struct pdd_port *port, struct message *message, int error);
 unsigned pdd_post(struct pdd_port *port);
 unsigned pdd_sample_watches(struct pdd_port *port);
@@ -279,7 +282,7 @@ void *pdd_progress(void *port);
 void pdd_wake(struct pdd_port *port);
 void pdd_signal_events(struct pdd_port *port);
 void pdd_push_event(struct pdd_port *port, const struct pdd_event *event);
-unsigned pdd_read_completions(struct pdd_port *port);
+unsigned pdd_read_cq(struct pdd_port *port, struct endpoint *endpoint);
 
 /* pdd_count.c */
 void pdd_count_arrival(struct pdd_port *port, uint32_t data);

@@ -76,38 +76,25 @@ void pdd_cancel_write(struct pdd_port *port, struct write *write)
         pdd_end_write(port, write, ECANCELED);
 }
 
-/* Ends it now; its endpoint is closed. Messages that libfabric still holds forget it. */
-void pdd_abandon_write(struct pdd_port *port, struct write *write)
+/* Ends it now, without waiting for its messages: their completions will not be read any more. */
+void pdd_abandon_write(struct pdd_port *port, struct write *write, int error)
 {
-    for (uint32_t i = 0; write->in_flight && i < port->max_in_flight; i++) {
-        struct message *message = &write->peer->messages[i];
-        if (message->write == write) {
-            message->write = NULL;
-            write->in_flight--;
-        }
-    }
-    if (!write->error)
-        write->error = ECANCELED;
-    write->ended = true;
-    place_write(port, write);
+    write->in_flight = 0;
+    pdd_end_write(port, write, error);
 }
 
 void pdd_message_done(struct pdd_port *port, struct message *message, int error)
 {
     struct peer *peer = message->peer;
     struct write *write = message->write;
-    message->write = NULL;
     peer->free_messages[peer->num_free++] = (uint32_t)(message - peer->messages);
     peer->stalled_since_ns = peer->retry_ns = 0;
     port->in_flight--;
-    if (write) {
-        write->in_flight--;
-        if (error)
-            pdd_end_write(port, write, error);
-        else if (!write->in_flight && (write->ended || all_posted(write)))
-            finish(port, write);
-    }
-    pdd_free_if_idle(port, peer);
+    write->in_flight--;
+    if (error)
+        pdd_end_write(port, write, error);
+    else if (!write->in_flight && (write->ended || all_posted(write)))
+        finish(port, write);
 }
 
 /* ---- one message ---- */

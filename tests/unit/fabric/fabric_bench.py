@@ -119,6 +119,14 @@ class Bench:
         assert getattr(end, "error", None) == 0
         self.target_port.unexpect(immediate)
 
+    def probe_with_fresh_memory(self) -> None:
+        """As `probe`, after the first registration was released: an empty page from and to memory of its own."""
+        arena = Arena(seed=None)
+        self.source_memory = self.source_port.register(arena.address, ARENA_BYTES)
+        self.target_memory = self.target_port.register(arena.address, ARENA_BYTES)
+        self.peer, self.source = self.source_port.add_peer(self.target_memory.address), arena
+        self.probe()
+
     def probe_until(self, holds: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + PATIENCE_S
         while not holds():

@@ -1,0 +1,78 @@
+"""A second process with a port of its own, told what to do by one JSON line at a time on its standard input."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import select
+import sys
+from typing import Any
+
+from pdd.base.ids import Immediate
+from pdd.fabric.libfabric import LibfabricPort
+from pdd.fabric.port import Memory, Peer, Piece, RegisteredMemory, Token, Write, WriteDone
+from pdd.topology.model import Provider
+
+
+class Child:
+    def __init__(self, provider: str, arena_bytes: int, fill: int) -> None:
+        self.port = LibfabricPort.open(Provider(provider), "127.0.0.1", 0)
+        self.map = mmap.mmap(-1, arena_bytes)
+        self.map[:] = bytes([fill]) * arena_bytes
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        self.memory: RegisteredMemory = self.port.register(self.address, arena_bytes)
+
+    def hello(self) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "key": self.memory.key,
+            "base": self.memory.base,
+            "address": self.memory.address.hex(),
+        }
+
+    def connect(self, address: str) -> int:
+        return self.port.add_peer(bytes.fromhex(address))
+
+    def drop(self, peer: int) -> None:
+        self.port.drop_peer(Peer(peer))
+
+    def write(self, peer: int, key: int, base: int, num_writes: int, num_pages: int, page_bytes: int) -> None:
+        """`num_writes` writes of pages 0 to `num_pages`, tokens and immediates by number."""
+        for number in range(num_writes):
+            write = Write(
+                token=Token(number),
+                peer=Peer(peer),
+                memory=Memory(self.memory.memory),
+                key=key,
+                immediate=Immediate(number << 20),
+                num_layers=1,
+                source_base=self.address,
+                source_layer_bytes=0,
+                source_page_bytes=page_bytes,
+                target_base=base,
+                target_layer_bytes=0,
+                target_page_bytes=page_bytes,
+                source_pages=tuple(range(num_pages)),
+                target_pages=tuple(reversed(range(num_pages))),
+                pieces=(Piece(0, 0, page_bytes),),
+            )
+            self.port.write(write)
+
+    def ends(self, number: int, patience_s: float) -> list[tuple[int, int, int]]:
+        """Token, error and pieces of the next `number` ended writes."""
+        found: list[WriteDone] = []
+        while len(found) < number and select.select([self.port], [], [], patience_s)[0]:
+            found += [event for event in self.port.events() if isinstance(event, WriteDone)]
+        return [(end.token, end.error, end.num_pieces) for end in found]
+
+    def run(self) -> None:
+        print(json.dumps(self.hello()), flush=True)
+        for line in sys.stdin:
+            call = json.loads(line)
+            print(json.dumps(getattr(self, call.pop("call"))(**call)), flush=True)
+
+
+if __name__ == "__main__":
+    Child(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])).run()

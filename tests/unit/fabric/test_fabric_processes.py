@@ -1,0 +1,102 @@
+"""What only a second process can show: a peer that dies, and one that comes back to life too late."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fabric_bench import ARENA_BYTES, NUM_LAYERS, NUM_PAGES, PATIENCE_S, Bench, make_bench, shuffled_pages
+
+from pdd.base.ids import Immediate
+from pdd.fabric.port import WriteDone
+
+MIB = 1 << 20
+
+
+class Child:
+    """fabric_child.py, and a call at a time to it."""
+
+    def __init__(self, provider: str, arena_bytes: int, fill: int) -> None:
+        program = Path(__file__).with_name("fabric_child.py")
+        command = [sys.executable, str(program), provider, str(arena_bytes), str(fill)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.hello = self._answer()
+        self.address = bytes.fromhex(self.hello["address"])
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        assert self.process.stdin is not None
+        print(json.dumps({"call": name, **arguments}), file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    made = make_bench(request.param)
+    yield made
+    made.close()
+
+
+def test_a_killed_peer_ends_when_dropped_and_others_are_served(bench: Bench) -> None:
+    victim = Child(bench.kind, ARENA_BYTES, 0)
+    peer = bench.source_port.add_peer(victim.address)
+    immediate = Immediate(0)
+    changes = {"peer": peer, "key": victim.hello["key"], "target_base": victim.hello["base"]}
+    for token in range(2000):
+        bench.source_port.write(bench.spec(token, immediate, shuffled_pages(token), **changes))
+    (first,) = bench.wait(bench.source_port)
+    assert isinstance(first, WriteDone)
+    victim.kill()
+    for _ in range(3):
+        bench.probe()
+    bench.source_port.drop_peer(peer)
+    ends = [first, *bench.wait(bench.source_port, 1999)]
+    assert {end.token for end in ends} == set(range(2000))
+    assert errno.ECANCELED in {end.error for end in ends}
+    for end in ends:
+        assert end.error or end.num_pieces == NUM_LAYERS * NUM_PAGES
+    bench.probe()
+    assert bench.left(bench.source_port) == []
+
+
+def test_a_stopped_peer_that_wakes_after_the_fence_writes_nothing(tmp_path: Path) -> None:
+    """SIGSTOP hits it in the middle of a message: a closed key alone would let the rest in."""
+    bench = make_bench("tcp")
+    num_pages, page_bytes = NUM_LAYERS * NUM_PAGES * 4096 // (128 * 1024), 128 * 1024
+    writer = Child("tcp", ARENA_BYTES, 7)
+    memory = bench.target_memory
+    peer = writer.call("connect", address=memory.address.hex())
+    bench.target_port.expect(Immediate(0), 1 << 20)
+    target = {"peer": peer, "key": memory.key, "base": memory.base}
+    writer.call("write", **target, num_writes=500, num_pages=num_pages, page_bytes=page_bytes)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not bench.target_port.arrived(Immediate(0)) and time.monotonic() < deadline_s:
+        select.select([bench.target_port], [], [], 0.01)
+    os.kill(writer.process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, writer.process.pid, os.WSTOPPED)
+    bench.target_port.release(memory.memory)
+    bench.target.map[:] = bytes(len(bench.target.map))
+    os.kill(writer.process.pid, signal.SIGCONT)
+    writer.call("ends", number=500, patience_s=0.5)
+    writer.call("drop", peer=peer)
+    bench.probe_with_fresh_memory()
+    assert bytes(bench.target.map).count(0) == len(bench.target.map)
+    writer.kill()
+    bench.close()

@@ -1,0 +1,165 @@
+"""What only the libfabric port does: its choice of a provider, the process around it, and its numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from fabric_bench import NUM_LAYERS, NUM_PAGES, Bench, make_bench
+
+from pdd.base.errors import FabricError, FabricUnavailable
+from pdd.fabric.immediate import pack
+from pdd.fabric.libfabric import LibfabricPort, measure, sweep_dead_endpoints
+from pdd.topology.model import Provider
+
+
+@pytest.mark.parametrize("provider", list(Provider))
+def test_signal_handlers_stay_the_processes_own(provider: Provider) -> None:
+    """libfabric installs its own at the first opening in a process: hence a process of its own."""
+    program = """
+import ctypes, signal, sys
+from pdd.fabric.libfabric import LibfabricPort
+from pdd.topology.model import Provider
+def disposition(number):
+    action = (ctypes.c_ubyte * 256)()
+    ctypes.CDLL(None).sigaction(number, None, action)
+    return bytes(action)[:8]
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
+numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGBUS, signal.SIGSEGV]
+before = [disposition(number) for number in numbers]
+port = LibfabricPort.open(Provider(sys.argv[1]), "127.0.0.1", 0)
+assert [disposition(number) for number in numbers] == before
+signal.raise_signal(signal.SIGTERM)
+"""
+    assert subprocess.run([sys.executable, "-c", program, provider], check=False).returncode == 42
+
+
+def test_the_progress_thread_takes_no_signals() -> None:
+    main_thread = threading.get_native_id()
+    before = set(os.listdir("/proc/self/task"))
+    port = LibfabricPort.open(Provider.TCP, "127.0.0.1", 0)
+    new = set(os.listdir("/proc/self/task")) - before - {str(main_thread)}
+    assert new
+    for thread in new:
+        status = Path(f"/proc/self/task/{thread}/status").read_text()
+        blocked = int(next(line for line in status.splitlines() if line.startswith("SigBlk")).split()[1], 16)
+        assert blocked & 1 << (signal.SIGTERM - 1)
+    port.close()
+
+
+def test_an_unknown_provider_is_refused_with_what_there_is() -> None:
+    with pytest.raises(FabricUnavailable, match=r"none of the providers \[efa9\].*it offers: .*(net|tcp)"):
+        LibfabricPort("efa9", "127.0.0.1", 0)
+
+
+def test_a_provider_is_never_replaced_by_a_similar_one() -> None:
+    """1.17 answers "tcp" with "tcp;ofi_rxm"; newer libraries have a tcp of their own."""
+    with contextlib.suppress(FabricUnavailable):
+        port = LibfabricPort("tcp", "127.0.0.1", 0)
+        assert port.info.provider == "tcp"
+        port.close()
+
+
+def test_a_host_that_is_not_ours_is_refused() -> None:
+    with pytest.raises(FabricUnavailable, match=r"203\.0\.113\.9"):
+        LibfabricPort.open(Provider.TCP, "203.0.113.9", 0)
+
+
+@pytest.mark.parametrize("providers", ["net,tcp", "tcp;ofi_rxm", "shm"])
+def test_measure_gives_a_rate_and_leaves_no_trace(providers: str) -> None:
+    port = LibfabricPort(providers, "127.0.0.1", 0)
+    rate = measure(port)
+    assert rate is None or rate > 0.001
+    assert port.events() == []
+    port.close()
+
+
+def test_endpoints_of_the_dead_are_swept_and_of_the_living_are_not(tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left = tmp_path / f"pdd-{dead.pid}:0:0"
+    kept = [tmp_path / f"pdd-{os.getpid()}:0:0", tmp_path / "pdd-x:0", tmp_path / f"other-{dead.pid}:0:0"]
+    for path in [left, *kept]:
+        path.touch()
+    assert sweep_dead_endpoints(tmp_path) == [left]
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
+
+
+def test_a_killed_process_leaves_endpoints_and_the_next_start_sweeps_them() -> None:
+    program = """
+import os, signal
+from pdd.fabric.libfabric import LibfabricPort
+from pdd.topology.model import Provider
+port = LibfabricPort.open(Provider.SHM, "127.0.0.1", 0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    killed = subprocess.Popen([sys.executable, "-c", program])
+    killed.wait()
+    left = list(Path("/dev/shm").glob(f"pdd-{killed.pid}:*"))
+    assert left
+    LibfabricPort.open(Provider.SHM, "127.0.0.1", 0).close()
+    assert not any(path.exists() for path in left)
+
+
+def test_pages_are_joined_and_carried_four_at_a_time() -> None:
+    bench = make_bench("tcp")
+    scattered = [(2 * i, 63 - 2 * i) for i in range(NUM_PAGES // 2)]
+    assert count_messages(bench, scattered) == NUM_LAYERS * len(scattered) // bench.source_port.info.pages_per_write
+    joined = [(i, i) for i in range(NUM_PAGES)]
+    assert count_messages(bench, joined) == NUM_LAYERS
+    bench.close()
+
+
+def count_messages(bench: Bench, pages: list[tuple[int, int]]) -> int:
+    port, immediate = bench.source_port, pack(1, 1)
+    assert isinstance(port, LibfabricPort)
+    before = port.statistics()["num_messages"]
+    bench.target_port.expect(immediate, NUM_LAYERS * len(pages))
+    port.write(bench.spec(1, immediate, pages))
+    bench.wait(bench.target_port)
+    bench.wait(port)
+    return port.statistics()["num_messages"] - before
+
+
+def test_numbers_that_do_not_fit_are_refused() -> None:
+    bench = make_bench("tcp")
+    for changes in ({"source_pages": (-1,)}, {"source_pages": (1 << 32,)}, {"key": 1 << 64}, {"counter_base": -1}):
+        with pytest.raises(FabricError):
+            bench.source_port.write(bench.spec(1, pack(1, 1), [(0, 0)], **changes))
+    with pytest.raises(FabricError):
+        bench.source_port.register(bench.source.address, 0)
+    bench.probe()
+    bench.close()
+
+
+def test_a_storm_of_strays_is_counted_but_not_told_one_by_one() -> None:
+    bench = make_bench("tcp")
+    num_writes = 1000
+    for token in range(num_writes):
+        bench.source_port.write(bench.spec(token, pack(token, 3), [(0, 0)]))
+    bench.wait(bench.source_port, num_writes)
+    bench.probe(pack(4001, 1))
+    assert isinstance(bench.target_port, LibfabricPort)
+    assert bench.target_port.statistics()["num_strays"] == num_writes * NUM_LAYERS
+    assert len(bench.left(bench.target_port)) <= 2 * 64
+    bench.close()
+
+
+def test_idle_ports_cost_next_to_nothing() -> None:
+    """No time is asserted: the number of wake-ups is what must not grow with it."""
+    bench = make_bench("tcp")
+    bench.probe()
+    ports = [bench.source_port, bench.target_port]
+    assert all(isinstance(port, LibfabricPort) for port in ports)
+    threading.Event().wait(0.1)
+    before = [port.statistics()["num_wakeups"] for port in ports]  # type: ignore[attr-defined]
+    threading.Event().wait(0.5)
+    after = [port.statistics()["num_wakeups"] for port in ports]  # type: ignore[attr-defined]
+    assert sum(after) - sum(before) < 20
+    bench.close()
