@@ -44,6 +44,11 @@ static void leave_place(struct place *place)
     place->taken = false;
 }
 
+/* shm works only inside our own calls: an endpoint that is never called again places and sends nothing. And closing one
+ * is not safe: a peer in the same process uses its queues without a mapping of its own. So it is left until the port is
+ * closed, and only its handle goes. */
+static bool must_linger(const struct pdd_port *port) { return port->endpoint.fd < 0; }
+
 struct peer *pdd_find_peer(struct pdd_port *port, uint32_t handle)
 {
     return find_place(port->peers, sizeof(struct peer), port->num_peers, handle);
@@ -117,10 +122,13 @@ int pdd_do_release(struct pdd_port *port, struct call *call)
     for (uint32_t slot = 0; slot < port->max_writes; slot++)
         if (port->live[slot] && port->live[slot]->spec.memory == call->handle)
             pdd_cancel_write(port, port->live[slot]);
-    pdd_endpoint_close(&memory->endpoint);
+    memory->place.handle = 0;
+    if (!must_linger(port)) {
+        pdd_endpoint_close(&memory->endpoint);
+        leave_place(&memory->place);
+    }
     int rc = fi_close(&memory->mr->fid);
     memory->mr = NULL;
-    leave_place(&memory->place);
     return rc;
 }
 
@@ -198,12 +206,16 @@ int pdd_do_drop_peer(struct pdd_port *port, struct call *call)
         return -ENOENT;
     while (pdd_read_cq(port, &peer->endpoint)) /* what did complete shall not be called cancelled */
         ;
-    port->in_flight -= port->max_in_flight - peer->num_free;
-    pdd_endpoint_close(&peer->endpoint); /* nothing reads the sources from here on */
+    uint32_t in_flight = port->max_in_flight - peer->num_free;
+    port->in_flight -= in_flight;
+    peer->place.handle = 0;
+    if (!in_flight || !must_linger(port))
+        pdd_endpoint_close(&peer->endpoint); /* nothing reads the sources from here on */
     for (uint32_t slot = 0; slot < port->max_writes; slot++)
         if (port->live[slot] && port->live[slot]->peer == peer)
             pdd_abandon_write(port, port->live[slot], ECANCELED);
-    pdd_free_peer(peer);
+    if (!peer->endpoint.ep)
+        pdd_free_peer(peer);
     return 0;
 }
 

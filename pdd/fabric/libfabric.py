@@ -236,6 +236,7 @@ def measure(port: LibfabricPort) -> float | None:
     memory = mmap.mmap(-1, 2 * num_bytes)
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     target = LibfabricPort(port.info.provider, port.host, 0)
+    peer = None
     try:
         source_memory, target_memory = port.register(base, num_bytes), target.register(base + num_bytes, num_bytes)
         peer = port.add_peer(target_memory.address)
@@ -258,10 +259,11 @@ def measure(port: LibfabricPort) -> float | None:
             pieces=(Piece(0, 0, MEASURED_PAGE_BYTES),),
         )
         seconds = [_seconds_until_counted(port, target, write) for _ in range(2)][-1]  # the first connects and faults
-        port.drop_peer(peer)
         port.release(source_memory.memory)
-        port.events()
     finally:
+        if peer is not None:
+            port.drop_peer(peer)
+        port.events()
         target.close()
     return num_bytes * NS / seconds if seconds else None
 
