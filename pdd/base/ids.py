@@ -18,7 +18,7 @@ PageId = NewType("PageId", int)
 SequenceId = NewType("SequenceId", int)
 """Number of a sequence inside one replica's executors; never reused in one life of the replica."""
 Immediate = NewType("Immediate", int)
-"""The 32-bit number that rides with a one-sided write (see transfer/immediate.py)."""
+"""The 32-bit number that rides with a one-sided write (see fabric/immediate.py)."""
 
 
 def new_request_id(prefix: str) -> RequestId:

@@ -77,6 +77,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     provider: Provider = Provider.TCP
+    """What carries the KV pages: tcp works everywhere, shm inside one machine."""
     spin_us: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """How long the progress thread polls before it blocks; 0 costs nothing when idle."""
 
@@ -89,6 +90,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     retries: Natural = 1
     """Other attempts at a failed handoff before `on_failure` applies."""
     on_failure: OnHandoffFailure = OnHandoffFailure.RECOMPUTE
+    """recompute: the decoder prefills the prompt itself. error: the client gets one."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,6 +101,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     drain_s: Seconds = 30.0
     """How long a daemon that was told to stop lets running requests go on."""
     max_body_bytes: Bytes = 8 * 1024 * 1024
+    """Larger HTTP bodies get 413."""
 
 
 class Http(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,12 +114,16 @@ class Http(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 class Parallel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tp: Positive = 1
+    """Tensor parallel ranks; this version runs 1."""
     dp: Positive = 1
+    """Data parallel ranks; this version runs 1."""
     ep: Positive = 1
+    """Expert parallel ranks; this version runs 1."""
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     role: Role
+    """prefill and decode hand over to each other; a colocated replica does both phases."""
     parallel: Parallel = Parallel()
     cores: tuple[Natural, ...] = ()
     """Cores its executors are pinned to; empty: all of them."""
@@ -131,24 +138,30 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_sequences: Positive = 16
     """Most sequences that hold pages at once."""
     prefix_cache: bool = True
+    """Keeps the KV of ended requests findable by their tokens, until the pages are needed."""
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host: NonEmpty = "127.0.0.1"
     """Address the control port and the fabric listen on, and where peers find it."""
     control_port: Port
+    """TCP port of the links between daemons."""
     http: Http | None = None
+    """None: clients cannot connect to this node."""
     replicas: tuple[Replica, ...] = ()
+    """May be empty on a node that only serves HTTP."""
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: int
+    """Of this language: 1."""
     cluster: Cluster
     model: Model
     fabric: Fabric = Fabric()
     handoff: Handoff = Handoff()
     limits: Limits = Limits()
     nodes: dict[NodeName, Node]
+    """By name; `--node` of a daemon and pdctl's tables use the names."""
 
     def replicas(self, node: NodeName) -> dict[ReplicaName, Replica]:
         """The replicas of one node by name, in the order of the file."""
