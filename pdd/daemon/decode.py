@@ -163,7 +163,11 @@ class DecodeSide(Side[DecodeRequest]):
         end_page = self._replica.layout.num_pages_for(len(record.prompt) - 1)
         pages = record.allocation.pages[first_page:end_page]
         messenger = self._replica.messenger
-        immediate = messenger.arm(record.id, peer.incarnation, len(pages))
+        try:
+            immediate = messenger.arm(record.id, peer.incarnation, len(pages))
+        except PddError as error:
+            self._give_up(record, f"the handoff could not be armed: {error}")
+            return
         record.handoff = Handoff(peer.node, peer.incarnation, choice.name, immediate)
         record.peer = choice.name
         record.attempts += 1
@@ -298,18 +302,19 @@ class DecodeSide(Side[DecodeRequest]):
         self.feed(record, e.PrefillDone(what))
 
     def transferred(self, event: transfer.TransferEvent) -> None:
-        match event:
-            case transfer.Arrived():
-                if record := self.records.get(event.request):
-                    self._arrived(record, event)
-            case transfer.Drained():
-                if record := self.records.get(event.request):
-                    self.control.metrics.handoffs.labels("fenced" if event.fenced else "drained").inc()
-                    self.feed(
-                        record, e.Drained("the peer's key is closed" if event.fenced else "all posted writes counted")
-                    )
-            case transfer.Stray():
-                self.control.metrics.stray_writes.inc(event.num_pieces)
+        if isinstance(event, transfer.Stray):
+            self.control.metrics.stray_writes.inc(event.num_pieces)
+            return
+        if not isinstance(event, transfer.Arrived | transfer.Drained):
+            return
+        record = self.records.get(event.request)
+        if record is None or record.handoff is None or record.handoff.immediate != event.immediate:
+            return  # of a handoff whose request has ended here
+        if isinstance(event, transfer.Arrived):
+            self._arrived(record, event)
+        else:
+            self.control.metrics.handoffs.labels("fenced" if event.fenced else "drained").inc()
+            self.feed(record, e.Drained("the peer's key is closed" if event.fenced else "all posted writes counted"))
 
     def _arrived(self, record: DecodeRequest, event: transfer.Arrived) -> None:
         record.num_computed = len(record.prompt) - 1

@@ -53,11 +53,14 @@ class PrefillSide(Side[PrefillJob]):
         now_s = self.control.clock.now_s()
         machine = Machine(PREFILL, ticket.request, now_s, f"ticket from {ticket.target_replica}")
         job = PrefillJob(machine, self._replica.name, ticket, node, incarnation)
-        if ticket.request in self.records:
+        known = self.records.get(ticket.request)
+        if known is None:
+            self.begin(job)
+        elif known.ticket.immediate != ticket.immediate:
             self._reject(job, "duplicate", f"request {ticket.request} is being prefilled already")
-            return
-        job.lease = asyncio.get_running_loop().call_later(ticket.lease_s, self._lease_over, job)
-        self.begin(job)
+        else:
+            # The same ticket again: a rejection would say that nothing was posted, and the first one may have.
+            self.control.metrics.stale_messages.labels("PrefillRequest").inc()
 
     def cancelled(self, node: NodeName, message: wire.CancelPrefill) -> bool:
         """The decoder wants it no more. False when it means another handoff than the present one."""
@@ -110,6 +113,7 @@ class PrefillSide(Side[PrefillJob]):
         except PddError as error:
             self.feed(job, e.Rejected(str(error)))
             return
+        job.lease = asyncio.get_running_loop().call_later(job.ticket.lease_s, self._lease_over, job)
         self.control.send(job.node, wire.PrefillAccepted(request=job.id, immediate=job.ticket.immediate))
         self.admit()
 
@@ -197,16 +201,16 @@ class PrefillSide(Side[PrefillJob]):
         self._prefill_done(job)
 
     def transferred(self, event: transfer.TransferEvent) -> None:
-        match event:
-            case transfer.Sent():
-                if job := self.records.get(event.request):
-                    self._all_sent(job, event)
-            case transfer.Stopped():
-                if job := self.records.get(event.request):
-                    job.num_posted = event.num_pieces
-                    self.feed(job, e.Stopped(f"{event.num_pieces} pages posted: {event.reason}"))
-            case _:
-                pass
+        if not isinstance(event, transfer.Sent | transfer.Stopped):
+            return
+        job = self.records.get(event.request)
+        if job is None or job.ticket.immediate != event.immediate:
+            return  # of a handoff whose request has ended here
+        if isinstance(event, transfer.Sent):
+            self._all_sent(job, event)
+        else:
+            job.num_posted = event.num_pieces
+            self.feed(job, e.Stopped(f"{event.num_pieces} pages posted: {event.reason}"))
 
     def _all_sent(self, job: PrefillJob, event: transfer.Sent) -> None:
         if job.machine.state is PrefillState.PREFILLING:

@@ -55,8 +55,9 @@ def colocated(**replica: Any) -> dict[str, Any]:
 
 
 class Cluster:
-    def __init__(self, directory: Path, nodes: dict[str, Any], model: Path, **sections: Any) -> None:
+    def __init__(self, directory: Path, nodes: dict[str, Any], model: Path, cache: Path, **sections: Any) -> None:
         self.directory = directory
+        self.cache = cache
         self.nodes = nodes
         self.file = directory / "topology.yaml"
         self.run_dir = directory / "run"
@@ -85,7 +86,7 @@ class Cluster:
                 self.daemons[name] = await asyncio.create_subprocess_exec(
                     sys.executable, "-m", "pdd", "daemon", "--topology", str(self.file), "--node", name,
                     stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
-                    env={**os.environ, "PDD_CACHE": str(self.directory.parent / "cache")},
+                    env={**os.environ, "PDD_CACHE": str(self.cache)},
                 )  # fmt: skip
 
     def log(self, name: str) -> str:
@@ -182,9 +183,11 @@ def make_cluster(tmp_path: Path) -> MakeCluster:
     """`async with make_cluster(nodes, ...) as cluster`: started, ready, and checked for leaks at the end."""
 
     @asynccontextmanager
-    async def make(nodes: dict[str, Any], model: Path = TOY_MODEL, **sections: Any) -> AsyncIterator[Cluster]:
+    async def make(
+        nodes: dict[str, Any], model: Path = TOY_MODEL, cache: Path = tmp_path / "cache", **sections: Any
+    ) -> AsyncIterator[Cluster]:
         directory = Path(tempfile.mkdtemp(prefix="cluster", dir=tmp_path))
-        cluster = Cluster(directory, nodes, model, **sections)
+        cluster = Cluster(directory, nodes, model, cache, **sections)
         try:
             await cluster.start()
             await cluster.wait_ready()
