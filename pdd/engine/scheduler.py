@@ -95,8 +95,8 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise InvariantBroken(f"step {self._in_flight.step.number} is still in flight")
-        if not self._grow():
-            self._restart()
+        self._grow()
+        self._restart()
         running = self._running()
         shares = [(sequence, 1) for sequence in running if sequence.decoding]
         shares += self._share_chunk(
@@ -146,9 +146,8 @@ class Scheduler:
     def _running(self) -> list[Sequence]:
         return [sequence for request, sequence in self._sequences.items() if request not in self._preempted]
 
-    def _grow(self) -> bool:
-        """Pages for the next token of every running sequence, oldest first. True when one was preempted for it."""
-        num_preempted = len(self._preempted)
+    def _grow(self) -> None:
+        """Pages for the next token of every running sequence, oldest first; the youngest pay for it."""
         for sequence in self._running():
             missing = self._pool.num_pages_for(sequence.goal) - len(sequence.pages)
             if missing <= 0 or sequence.request in self._preempted or self._fails(sequence):
@@ -159,10 +158,10 @@ class Scheduler:
                     break
                 except OutOfPages:
                     self._preempt(self._running()[-1])
-        return len(self._preempted) > num_preempted
 
     def _restart(self) -> None:
-        """Gives pages back to preempted sequences, oldest first; none passes another."""
+        """Gives pages back to preempted sequences, oldest first; none passes another. A page for each running sequence
+        stays available, or the next steps would only preempt them again."""
         for sequence in [self._sequences[request] for request in self._sequences if request in self._preempted]:
             try:
                 allocation = self._pool.allocate(
@@ -181,7 +180,7 @@ class Scheduler:
         self._news.append(Preempted(sequence.request))
 
     def _fails(self, sequence: Sequence) -> bool:
-        """Gives up a sequence that the whole pool could not hold, before others lose their pages in vain."""
+        """Gives up a sequence that has outgrown the whole pool: no preemption could help it."""
         num_pages = self._pool.num_pages_for(sequence.goal)
         if num_pages <= self._pool.num_pages:
             return False

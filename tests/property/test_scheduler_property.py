@@ -194,20 +194,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plan is None)
     @rule()
     def schedule(self) -> None:
-        decoding = {
-            request
-            for request, sequence in self.scheduled.items()
-            if sequence.decoding and request not in self.scheduler._preempted
-        }
-        prefilling = [sequence for sequence in self.scheduled.values() if sequence.pages and not sequence.decoding]
+        running = [sequence for sequence in self.scheduled.values() if sequence.pages]
+        decoding = [sequence for sequence in running if sequence.decoding]
         counter = self.executor.counter
         self.plan = self.scheduler.schedule()
         if self.plan is None:
             return
         self.num_steps += 1
         assert self.plan.counter_base == counter
-        assert decoding <= set(self.plan.requests) | self.scheduler._preempted, "a decoding sequence was left out"
-        if prefilling and not self.scheduler.num_preempted:
+        for sequence in decoding:
+            assert sequence.request in self.plan.requests or not sequence.pages, "a decoding sequence was left out"
+        if len(running) > len(decoding) and not self.scheduler.num_preempted:
             assert len(self.plan.requests) + len(self.plan.chunks) > len(decoding), "no prompt got on"
         self.check_chunks(self.plan)
         self.sampled = self.executor.run(self.plan.step)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from pdd.base.errors import InvariantBroken, OutOfPages
@@ -194,10 +196,21 @@ def test_misuse_is_named(pool: PagePool) -> None:
     assert pool.check() == []
 
 
-def test_check_tells_what_is_wrong(pool: PagePool) -> None:
-    page = pool.allocate(A, PROMPT, 10).pages[0]
-    pool._free.append(page)
-    assert pool.check() == [f"page {page} is in 2 places"]
+@pytest.mark.parametrize(
+    ("damage", "faults"),
+    [
+        (lambda pool: pool._free.append(2), ["page 2 is in 2 places"]),
+        (lambda pool: pool._free.pop(), ["page 7 is in 0 places"]),
+        (lambda pool: pool._references.__setitem__(0, 3), ["page 0 counts 3 references, has 1"]),
+        (lambda pool: pool._cached.update({pool._free.pop(): None}), ["page 7 is cached but cannot be found"]),
+        (lambda pool: pool._prefixes._digests.clear(), ["prefix tables differ: 2 digests, 0 pages"]),
+    ],
+)
+def test_check_tells_what_is_wrong(pool: PagePool, damage: Callable[[PagePool], None], faults: list[str]) -> None:
+    compute(pool, A, PROMPT)
+    assert pool.check() == []
+    damage(pool)
+    assert pool.check() == faults
 
 
 def test_a_large_pool_is_handed_out_and_taken_back() -> None:
