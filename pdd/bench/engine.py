@@ -103,7 +103,7 @@ class Paged:
         self._chunk_tokens = args.chunk_tokens
         progress = LayerProgress(LayerCounter.create(), WakeFd.create())
         self._model: LlamaModel = load_llama(packed, arena, progress, args.threads)
-        self._runner = Runner(self._model, layout, config.vocab_size)
+        self._runner = Runner(self._model, layout, config)
         arena.buffer()[:] = bytes(layout.arena_bytes)  # touched, as in service
         self._pages = torch.randperm(layout.num_pages).tolist()
 

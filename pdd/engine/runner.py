@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from pdd.base.errors import InvariantBroken
 from pdd.base.ids import SequenceId
+from pdd.engine.config import ModelConfig
 from pdd.engine.protocol import Row, Sampled, StartSequence, Step
 from pdd.lifecycle.request import SamplingParams
 from pdd.memory.arena import LayerCounter, WakeFd
@@ -87,13 +88,19 @@ class Model(Protocol):
         ...
 
 
+def num_positions(config: ModelConfig, layout: KvLayout) -> int:
+    """Tokens of the longest sequence that can ever run: the model's limit, or all pages of the arena."""
+    return min(config.max_position, layout.num_pages * layout.page_tokens)
+
+
 class Runner:
     """Steps in, sampled tokens out; one per executor."""
 
-    def __init__(self, model: Model, layout: KvLayout, vocab_size: int) -> None:
+    def __init__(self, model: Model, layout: KvLayout, config: ModelConfig) -> None:
         self._model = model
         self._layout = layout
-        self._vocab_size = vocab_size
+        self._vocab_size = config.vocab_size
+        self._max_position = num_positions(config, layout)
         self._sequences: dict[SequenceId, SequenceState] = {}
 
     def step(self, step: Step) -> list[Sampled]:
@@ -117,8 +124,11 @@ class Runner:
         self._check_pages(row.sequence, row.new_pages)
         sequence.pages.extend(row.new_pages)
         batch_row = BatchRow(sequence, row.start, row.tokens, row.sample)
-        if not row.tokens or row.start < 0:
-            raise InvariantBroken(f"sequence {row.sequence}: a row of {len(row.tokens)} tokens at {row.start}")
+        if not row.tokens or row.start < 0 or batch_row.end > self._max_position:
+            raise InvariantBroken(
+                f"sequence {row.sequence}: a row of {len(row.tokens)} tokens at {row.start}, where a sequence "
+                f"has at most {self._max_position}"
+            )
         if self._layout.num_pages_for(batch_row.end) > len(sequence.pages):
             raise InvariantBroken(
                 f"sequence {row.sequence}: {batch_row.end} tokens do not fit its {len(sequence.pages)} pages "

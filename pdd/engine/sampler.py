@@ -50,8 +50,10 @@ def _sample_row(logits: Floats, row: BatchRow, best: int) -> Sampled:
     assert sampling is not None  # the runner has checked
     output = row.sequence.output
     changed = adjusted(logits, sampling, row.sequence.prompt, output)
-    if sampling.temperature < _GREEDY_BELOW:
-        token = best if changed is logits else int(changed.argmax())
+    if changed is not logits:
+        best = int(changed.argmax())
+    if sampling.temperature < _GREEDY_BELOW or changed[best] == -np.inf:  # all forbidden: no distribution is left
+        token = best
     else:
         token = choose(candidates(changed, sampling), uniform(sampling.seed, row.end))
     return Sampled(row.sequence.id, token, logprobs(logits, token, sampling.num_logprobs))
@@ -60,17 +62,21 @@ def _sample_row(logits: Floats, row: BatchRow, best: int) -> Sampled:
 def adjusted(logits: Floats, sampling: SamplingParams, prompt: list[int], output: list[int]) -> Floats:
     """Logits after bias, minimum length and penalties; the very same array where none of them applies.
 
-    The repetition penalty (Keskar et al. 2019) counts prompt and output, the other two the output only.
+    The repetition penalty (Keskar et al. 2019) counts prompt and output, the other two the output only. Biases and stop
+    tokens outside the vocabulary mean nothing.
     """
-    stops = sampling.stop_token_ids if len(output) < sampling.min_tokens else ()
+    stops = []
+    if len(output) < sampling.min_tokens:
+        stops = [token for token in sampling.stop_token_ids if 0 <= token < len(logits)]
     penalised = sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1.0
     if not (sampling.logit_bias or stops or penalised):
         return logits
     logits = logits.copy()
     for token, bias in sampling.logit_bias.items():
-        logits[token] += bias
+        if 0 <= token < len(logits):
+            logits[token] += bias
     if stops:
-        logits[list(stops)] = -np.inf
+        logits[stops] = -np.inf
     if sampling.repetition_penalty != 1.0:
         seen = np.unique(np.array(prompt + output, np.intp))
         values = logits[seen]

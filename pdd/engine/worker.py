@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import os
 import resource
 import signal
@@ -20,7 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
-from pdd.base.errors import InvariantBroken, OperatorError, TopologyInvalid
+from pdd.base.errors import InvariantBroken, OperatorError, PddError, TopologyInvalid
 from pdd.engine.config import ModelConfig
 from pdd.engine.pack import PackedModel, open_packed
 from pdd.engine.protocol import ExecutorConfig, ExecutorFailed, ExecutorReady, FromExecutor, Step, StepDone
@@ -81,7 +82,8 @@ def serve(channel: Channel) -> None:
     arena = Arena.create(plan_layout(packed.config, config))
     counter, wake = LayerCounter.create(), WakeFd.create()
     model = build_model(packed, arena, LayerProgress(counter, wake), config.threads)
-    runner = Runner(model, arena.layout, packed.config.vocab_size)
+    runner = Runner(model, arena.layout, packed.config)
+    gc.freeze()  # what was loaded stays: no collection need look at it again
     ready = ExecutorReady(layout=arena.layout, load_s=time.monotonic() - started_s, resident_bytes=resident_bytes())
     channel.send(ready, (arena.fd, counter.fd, wake.fd))
     while (body := channel.receive()) is not None:
@@ -154,8 +156,7 @@ def _die_with_parent() -> None:
 def _fail(channel: Channel, error: Exception) -> int:
     """Tell the daemon, leave the traceback on stderr, and answer with the exit code."""
     traceback.print_exception(error)
-    known = isinstance(error, OperatorError)
-    message = str(error) if known else f"{type(error).__name__}: {error}"
+    message = str(error) if isinstance(error, PddError) else f"{type(error).__name__}: {error}"
     exit_code = error.exit_code if isinstance(error, OperatorError) else 1
     channel.send(ExecutorFailed(message=message, exit_code=exit_code))
     return exit_code

@@ -19,7 +19,7 @@ from pdd.engine.models.layers import gated_silu, linear, rms_norm
 from pdd.engine.models.rope import rope_table
 from pdd.engine.pack import PackedModel
 from pdd.engine.protocol import Sampled
-from pdd.engine.runner import BatchRow, LayerProgress
+from pdd.engine.runner import BatchRow, LayerProgress, num_positions
 from pdd.engine.sampler import sample
 from pdd.memory.arena import Arena
 
@@ -72,8 +72,7 @@ class LlamaModel:
         self._layers = [LayerWeights.of(tensors, layer, config.rms_norm_eps) for layer in range(config.num_layers)]
         self._final_norm = tensors["final_norm"]
         self._head = tensors["embed"] if config.tied_embeddings else tensors["head"]
-        num_positions = min(config.max_position, arena.layout.num_pages * arena.layout.page_tokens)
-        table = rope_table(config.rope, config.head_dim, num_positions)
+        table = rope_table(config.rope, config.head_dim, num_positions(config, arena.layout))
         self._attention = PagedAttention(arena, self._embed.dtype, config.num_heads, table, threads)
 
     def forward(self, rows: list[BatchRow]) -> list[Sampled]:

@@ -134,6 +134,17 @@ def test_bias_and_minimum_length() -> None:
     assert sample(logits[None], [row(stops, output=[1, 1])])[0].token == 3
 
 
+def test_tokens_outside_the_vocabulary_mean_nothing() -> None:
+    logits = np.array([0, 1, 2], np.float32)
+    strange = params(logit_bias={3: 9.0, -1: 9.0}, min_tokens=1, stop_token_ids=(3, 2))
+    assert adjusted(logits, strange, [0], []).tolist() == [0, 1, -np.inf]
+
+
+def test_a_token_comes_out_even_if_all_are_forbidden() -> None:
+    forbidden = params(min_tokens=1, stop_token_ids=(0, 1, 2))
+    assert sample(logits_of(3)[None], [row(forbidden)])[0].token == 0
+
+
 def test_plain_parameters_touch_nothing() -> None:
     logits = logits_of(30)
     assert adjusted(logits, params(), [1], [2]) is logits

@@ -37,7 +37,7 @@ class Toy:
         )
         self.arena, self.counter, self.wake = Arena.create(self.layout), LayerCounter.create(), WakeFd.create()
         self.model = ToyModel(MODEL, self.arena, LayerProgress(self.counter, self.wake))
-        self.runner = Runner(self.model, self.layout, MODEL.vocab_size)
+        self.runner = Runner(self.model, self.layout, MODEL)
 
     def start(self, prompt: list[int], pages: list[int], sampling: SamplingParams | None = GREEDY) -> None:
         start = StartSequence(ONE, prompt, [], pages, sampling)
@@ -139,6 +139,7 @@ def test_the_counter_moves_once_a_layer_and_not_for_bookkeeping() -> None:
         Row(ONE, 0, [], [], False),
         Row(ONE, -1, [1], [], False),
         Row(ONE, 4, [1], [], False),
+        Row(ONE, 256, [1], [PageId(0)] * 200, False),
         Row(ONE, 0, [50_000], [], False),
         Row(ONE, 0, [-1], [], False),
         Row(ONE, 0, [1], [], True),
