@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pdd.base.errors import BadRequest, QueueFull
-from pdd.base.ids import RequestId, SequenceId
+from pdd.base.ids import PageId, RequestId, SequenceId
 from pdd.engine.admission import Admission
 from pdd.engine.plan import Preempted, PrefillComputed, Removed, StepPlan, TokenSampled
 from pdd.engine.protocol import Row, Sampled, StartSequence, Step
@@ -57,21 +57,28 @@ def answer(prompt: tuple[int, ...], sampling: SamplingParams, max_sequence_token
 
 
 class FakeExecutor:
-    def __init__(self, page_tokens: int) -> None:
-        self.page_tokens = page_tokens
-        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self.slots: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        """(page, its generation, slot) -> all tokens up to the one that is stored there."""
         self.sequences: dict[SequenceId, tuple[StartSequence, list[int], list[int]]] = {}
         self.next_start: dict[SequenceId, int] = {}
         self.counter = 0
 
+    def slot(self, pages: list[int], position: int) -> tuple[int, int, int]:
+        page = PageId(pages[position // self.pool.page_tokens])
+        return page, self.pool.generation(page), position % self.pool.page_tokens
+
     def store(self, pages: list[int], tokens: list[int], start: int, end: int) -> None:
         for position in range(start, end):
-            self.slots[pages[position // self.page_tokens], position % self.page_tokens] = tuple(tokens[: position + 1])
+            slot = self.slot(pages, position)
+            assert slot not in self.slots, f"position {position} is computed where KV is in place"
+            self.slots[slot] = tuple(tokens[: position + 1])
 
     def check(self, pages: list[int], tokens: list[int], end: int) -> None:
         for position in range(end):
-            slot = pages[position // self.page_tokens], position % self.page_tokens
-            assert self.slots.get(slot) == tuple(tokens[: position + 1]), f"wrong KV at position {position}"
+            found = self.slots.get(self.slot(pages, position))
+            assert found == tuple(tokens[: position + 1]), f"wrong KV at position {position}"
 
     def run(self, step: Step) -> list[Sampled]:
         for sequence in step.release:
@@ -126,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(
             self.pool, num_layers=NUM_LAYERS, chunk_tokens=chunk_tokens, max_sequence_tokens=self.max_sequence_tokens
         )
-        self.executor = FakeExecutor(page_tokens)
+        self.executor = FakeExecutor(self.pool)
         self.prefill_role = prefill_role
         self.ids = itertools.count()
         self.asked: dict[RequestId, tuple[tuple[int, ...], SamplingParams]] = {}
