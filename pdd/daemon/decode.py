@@ -7,14 +7,11 @@ Allocates pages, has the prompt prefilled elsewhere or here, waits for the count
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-
-import msgspec
 
 from pdd.base.errors import BadRequest, Cancelled, DeadlineExceeded, HandoffFailed, NoPath, PddError, QueueFull
-from pdd.base.ids import Immediate, Incarnation, NodeName, ReplicaName, RequestId
-from pdd.daemon.balance import choose_prefiller
-from pdd.daemon.records import Record
+from pdd.base.ids import Incarnation, NodeName, RequestId
+from pdd.daemon.handoff import Handoffs
+from pdd.daemon.records import DecodeRequest, Sink
 from pdd.daemon.replica import Replica
 from pdd.daemon.side import Control, Side
 from pdd.engine.plan import Failed, Outcome, Preempted, StepPlan, TokenSampled
@@ -23,44 +20,10 @@ from pdd.lifecycle.events import Effect
 from pdd.lifecycle.machine import Machine
 from pdd.lifecycle.request import FinishReason, GenerateRequest, TokenOutput
 from pdd.lifecycle.table import DECODE, DecodeState
-from pdd.memory.pool import Allocation
 from pdd.topology.model import Handoff as HandoffPolicy
 from pdd.topology.model import OnHandoffFailure, Role
 from pdd.transfer import messenger as transfer
 from pdd.wire import messages as wire
-
-Sink = Callable[[TokenOutput], None]
-"""Where a request's outputs go; called until one is `last`."""
-
-_PREFILL_ROLES = frozenset({Role.PREFILL.value})
-_IN_FLIGHT = (DecodeState.PREFILLING, DecodeState.TRANSFERRING)
-
-
-class Handoff(msgspec.Struct):
-    """One attempt to have a prompt prefilled elsewhere."""
-
-    node: NodeName
-    incarnation: Incarnation
-    prefiller: ReplicaName
-    immediate: Immediate
-    stopping: bool = False
-    """The prefiller knows that it is over (it said so, or it is gone): no cancel needs to be sent."""
-
-
-class DecodeRequest(Record):
-    def __init__(self, machine: Machine, replica: ReplicaName, request: GenerateRequest, sink: Sink) -> None:
-        super().__init__(machine, "decode", replica, request.prompt)
-        self.request = request
-        self.sink = sink
-        self.allocation = Allocation([], 0)
-        self.num_computed = 0
-        """Prompt tokens whose KV is in our pages: cached ones, then all but the last once the handoff arrived."""
-        self.handoff: Handoff | None = None
-        self.attempts = 0
-        self.failure = ""
-        """Why the latest handoff failed."""
-        self.deadline: asyncio.TimerHandle | None = None
-        self.lease: asyncio.TimerHandle | None = None
 
 
 class DecodeSide(Side[DecodeRequest]):
@@ -70,6 +33,7 @@ class DecodeSide(Side[DecodeRequest]):
         super().__init__(control)
         self._replica = replica
         self._policy = policy
+        self._handoffs = Handoffs(control, replica, policy, self)
         self._timeout_s = timeout_s
 
     # What frontends and operators ask.
@@ -113,7 +77,7 @@ class DecodeSide(Side[DecodeRequest]):
             case Effect.ROUTE:
                 self._route(record)
             case Effect.STOP_HANDOFF:
-                self._stop_handoff(record)
+                self._handoffs.stop(record)
             case Effect.ENQUEUE:
                 self._enqueue(record)
             case Effect.TELL:
@@ -148,48 +112,10 @@ class DecodeSide(Side[DecodeRequest]):
         elif record.attempts > self._policy.retries:
             self._give_up(record, f"{record.attempts} handoffs failed, the last: {record.failure}")
         else:
-            self._hand_off(record)
-
-    def _hand_off(self, record: DecodeRequest) -> None:
-        candidates = self.control.peers.candidates(_PREFILL_ROLES)
-        others = [it for it in candidates if record.handoff is None or it.name != record.handoff.prefiller]
-        choice = choose_prefiller(others or candidates, record.prompt)
-        peer = self.control.peers.owner(choice.name) if choice else None
-        if choice is None or peer is None:
-            self._give_up(record, "no prefiller is reachable")
-            return
-        start = record.allocation.num_cached_tokens
-        first_page = start // self._replica.layout.page_tokens
-        end_page = self._replica.layout.num_pages_for(len(record.prompt) - 1)
-        pages = record.allocation.pages[first_page:end_page]
-        messenger = self._replica.messenger
-        try:
-            immediate = messenger.arm(record.id, peer.incarnation, len(pages))
-        except PddError as error:
-            self._give_up(record, f"the handoff could not be armed: {error}")
-            return
-        record.handoff = Handoff(peer.node, peer.incarnation, choice.name, immediate)
-        record.peer = choice.name
-        record.attempts += 1
-        ticket = wire.PrefillRequest(
-            request=record.id,
-            source_replica=choice.name,
-            target_replica=self._replica.name,
-            target_incarnation=self.control.incarnation,
-            layout_digest=self._replica.layout.digest(),
-            prompt=record.prompt,
-            start_token=start,
-            target_pages=tuple(pages),
-            immediate=immediate,
-            lease_s=self._policy.lease_s,
-        )
-        lease_s = self._policy.lease_s
-        record.lease = asyncio.get_running_loop().call_later(lease_s, self._lease_over, record, immediate)
-        self.feed(record, e.TicketSent(f"to {choice.name}: {choice.reason}; {len(pages)} pages"))
-        if not self.control.send(peer.node, ticket):
-            self._handoff_over(record, "the link went down")
-            messenger.rejected(record.id, immediate)
-            self._replica.poll()
+            try:
+                self._handoffs.begin(record)
+            except PddError as error:
+                self._give_up(record, str(error))
 
     def _prefill_here(self, record: DecodeRequest, why: str, reason: str) -> None:
         self.control.metrics.prefill_decisions.labels("decoder", why).inc()
@@ -201,141 +127,28 @@ class DecodeSide(Side[DecodeRequest]):
         else:
             self.feed(record, e.broken(HandoffFailed(reason) if record.attempts else NoPath(reason)))
 
-    def _stop_handoff(self, record: DecodeRequest) -> None:
-        handoff = record.handoff
-        assert handoff is not None
-        if not handoff.stopping:
-            handoff.stopping = True
-            self.control.send(
-                handoff.node, wire.CancelPrefill(request=record.id, immediate=handoff.immediate)
-            )  # when the link is down, link_down fences the peer, and that drains too
-
     def _enqueue(self, record: DecodeRequest) -> None:
         self._replica.schedule(
             record.request.prompt, record.id, record.request.sampling, record.allocation, record.num_computed
         )
 
     def _release(self, record: DecodeRequest) -> None:
-        self._end_lease(record)
+        self._handoffs.end(record)
         if record.deadline is not None:
             record.deadline.cancel()
         self._replica.retire(record.id)
 
-    # What the handoff brings.
-
-    def _handoff_over(self, record: DecodeRequest, reason: str) -> None:
-        """The prefiller will post nothing more, and knows it."""
-        assert record.handoff is not None
-        record.handoff.stopping = True
-        self._handoff_failed(record, reason)
-
-    def _handoff_failed(self, record: DecodeRequest, reason: str) -> None:
-        record.failure = reason
-        self.control.metrics.handoffs.labels("failed").inc()
-        self.feed(record, e.HandoffFailed(reason))
-
-    def _lease_over(self, record: DecodeRequest, immediate: Immediate) -> None:
-        """First the handoff ends; when even the drain takes a lease, the prefiller is fenced."""
-        handoff = record.handoff
-        if handoff is None or handoff.immediate != immediate or record.machine.terminal:
-            return
-        lease_s = self._policy.lease_s
-        record.lease = asyncio.get_running_loop().call_later(lease_s, self._lease_over, record, immediate)
-        if record.machine.state in _IN_FLIGHT:
-            self._handoff_failed(record, f"the pages did not arrive within {lease_s:g} s")
-        elif record.machine.state is DecodeState.DRAINING:
-            self.control.fence(handoff.node, f"it did not confirm the end of {record.id} within {lease_s:g} s")
-
-    def peer_down(self, node: NodeName, incarnation: Incarnation, reason: str) -> None:
-        """Its key is closed: what it had not delivered fails, and nothing of it can arrive any more."""
-        for record in list(self.records.values()):
-            handoff = record.handoff
-            if handoff is not None and handoff.incarnation == incarnation and record.machine.allows(e.HandoffFailed):
-                self._handoff_over(record, f"link to {node} lost: {reason}")
-        if self._replica.role is Role.DECODE:
-            self._shut_out(incarnation)
-
-    def _shut_out(self, incarnation: Incarnation) -> None:
-        """Closes the peer's memory key. On a provider where that stops nothing, only time makes the pages safe."""
-        messenger = self._replica.messenger
-        messenger.revoke(incarnation)
-        if not messenger.info.fences:
-            for record in self.records.values():
-                handoff = record.handoff
-                if handoff is not None and handoff.incarnation == incarnation:
-                    asyncio.get_running_loop().call_later(self._policy.lease_s, self._expire, record.id)
-        self._replica.poll()
-
-    def _expire(self, request: RequestId) -> None:
-        self._replica.messenger.expire(request)
-        self._replica.poll()
+    # What handoffs bring.
 
     def message(self, node: NodeName, message: wire.HandoffMessage) -> bool:
-        """News of a handoff. False when it names another one than the present: it is late and changes nothing."""
-        record = self.records.get(message.request)
-        handoff = record.handoff if record else None
-        if record is None or handoff is None or handoff.immediate != message.immediate or handoff.node != node:
-            return False
-        match message:
-            case wire.PrefillAccepted():
-                self.feed(record, e.PrefillerAccepted(f"{node} took it in"))
-            case wire.PrefillEnded():
-                self._prefill_ended(record, message)
-            case wire.PrefillRejected():
-                self._handoff_over(record, f"{handoff.prefiller} rejected it: {message.reason}")
-                self._replica.messenger.rejected(record.id, handoff.immediate)
-            case wire.PrefillStopped():
-                if record.machine.state in _IN_FLIGHT:
-                    self._handoff_over(record, f"{handoff.prefiller} stopped: {message.reason}")
-                self._replica.messenger.stopped(record.id, handoff.immediate, message.num_pieces)
-        self._replica.poll()
-        return True
+        """News of a handoff from a prefiller. False when it is late: it changes nothing then."""
+        return self._handoffs.message(node, message)
 
-    def _prefill_ended(self, record: DecodeRequest, message: wire.PrefillEnded) -> None:
-        if record.machine.state is DecodeState.PREFILLING:
-            arrived, expected = self._replica.messenger.arrived(record.id)
-            record.transfer.landed_share = arrived / expected
-        else:
-            record.transfer.landed_share = 1.0
-        record.transfer.prefill_done_s = self.control.clock.now_s()
-        what = f"computed in {message.compute_s * 1e3:.0f} ms, {message.num_cached_tokens} tokens cached there"
-        self.feed(record, e.PrefillDone(what))
+    def peer_down(self, node: NodeName, incarnation: Incarnation, reason: str) -> None:
+        self._handoffs.peer_down(node, incarnation, reason)
 
     def transferred(self, event: transfer.TransferEvent) -> None:
-        if isinstance(event, transfer.Stray):
-            self.control.metrics.stray_writes.inc(event.num_pieces)
-            return
-        if not isinstance(event, transfer.Arrived | transfer.Drained):
-            return
-        record = self.records.get(event.request)
-        if record is None or record.handoff is None or record.handoff.immediate != event.immediate:
-            return  # of a handoff whose request has ended here
-        if isinstance(event, transfer.Arrived):
-            self._arrived(record, event)
-        else:
-            self.control.metrics.handoffs.labels("fenced" if event.fenced else "drained").inc()
-            self.feed(record, e.Drained("the peer's key is closed" if event.fenced else "all posted writes counted"))
-
-    def _arrived(self, record: DecodeRequest, event: transfer.Arrived) -> None:
-        record.num_computed = len(record.prompt) - 1
-        moved = record.transfer
-        moved.num_pieces, moved.num_bytes = event.num_pieces, event.num_bytes
-        moved.first_s, moved.last_s = event.first_s, event.last_s
-        metrics = self.control.metrics
-        metrics.handoffs.labels("arrived").inc()
-        metrics.prefill_decisions.labels("prefiller", "handoff").inc()
-        metrics.handoff_pages.labels("in").inc(event.num_pieces)
-        metrics.handoff_bytes.labels("in").inc(event.num_bytes)
-        if moved.prefill_done_s is not None:
-            metrics.ready_after_prefill.observe(self.control.clock.now_s() - moved.prefill_done_s)
-        self._end_lease(record)
-        self._replica.messenger.forget(record.id)
-        self.feed(record, e.Arrived(f"{event.num_pieces} pages, {event.num_bytes} bytes"))
-
-    def _end_lease(self, record: DecodeRequest) -> None:
-        if record.lease is not None:
-            record.lease.cancel()
-            record.lease = None
+        self._handoffs.transferred(event)
 
     # What the replica's steps bring.
 

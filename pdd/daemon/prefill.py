@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 
 from pdd.base.errors import PddError
-from pdd.base.ids import Incarnation, NodeName, ReplicaName, RequestId
-from pdd.daemon.records import Record
+from pdd.base.ids import Incarnation, NodeName, RequestId
+from pdd.daemon.records import PrefillJob
 from pdd.daemon.replica import Replica
 from pdd.daemon.side import Control, Side
 from pdd.engine.plan import Outcome, PrefillComputed, StepPlan
@@ -18,28 +18,8 @@ from pdd.lifecycle import events as e
 from pdd.lifecycle.events import Effect
 from pdd.lifecycle.machine import Machine
 from pdd.lifecycle.table import PREFILL, PrefillState
-from pdd.memory.pool import Allocation
 from pdd.transfer import messenger as transfer
 from pdd.wire import messages as wire
-
-
-class PrefillJob(Record):
-    def __init__(
-        self, machine: Machine, replica: ReplicaName, ticket: wire.PrefillRequest, node: NodeName, peer: Incarnation
-    ) -> None:
-        super().__init__(machine, "prefill", replica, ticket.prompt)
-        self.ticket = ticket
-        self.node = node
-        self.incarnation = peer
-        self.peer = ticket.target_replica
-        self.allocation = Allocation([], 0)
-        self.sent: transfer.Sent | None = None
-        """Kept when the last write ends before the executor has reported the step that made it."""
-        self.num_posted = 0
-        """Pieces that were posted by a handoff that was stopped."""
-        self.compute_s = 0.0
-        """Of the steps that it took part in, perhaps with others."""
-        self.lease: asyncio.TimerHandle | None = None
 
 
 class PrefillSide(Side[PrefillJob]):

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+
 import msgspec
 
-from pdd.base.ids import ReplicaName, RequestId
+from pdd.base.ids import Immediate, Incarnation, NodeName, ReplicaName, RequestId
 from pdd.lifecycle.machine import Machine
+from pdd.lifecycle.request import GenerateRequest, TokenOutput
+from pdd.memory.pool import Allocation
+from pdd.transfer.events import Sent
+from pdd.wire.messages import PrefillRequest
+
+Sink = Callable[[TokenOutput], None]
+"""Where a request's outputs go; called until one is `last`."""
 
 
 class Transfer(msgspec.Struct):
@@ -40,3 +50,49 @@ class Record:
     @property
     def id(self) -> RequestId:
         return self.machine.request
+
+
+class Handoff(msgspec.Struct):
+    """One attempt to have a prompt prefilled elsewhere."""
+
+    node: NodeName
+    incarnation: Incarnation
+    prefiller: ReplicaName
+    immediate: Immediate
+    stopping: bool = False
+    """The prefiller knows that it is over (it said so, or it is gone): no cancel needs to be sent."""
+
+
+class DecodeRequest(Record):
+    def __init__(self, machine: Machine, replica: ReplicaName, request: GenerateRequest, sink: Sink) -> None:
+        super().__init__(machine, "decode", replica, request.prompt)
+        self.request = request
+        self.sink = sink
+        self.allocation = Allocation([], 0)
+        self.num_computed = 0
+        """Prompt tokens whose KV is in our pages: cached ones, then all but the last once the handoff arrived."""
+        self.handoff: Handoff | None = None
+        self.attempts = 0
+        self.failure = ""
+        """Why the latest handoff failed."""
+        self.deadline: asyncio.TimerHandle | None = None
+        self.lease: asyncio.TimerHandle | None = None
+
+
+class PrefillJob(Record):
+    def __init__(
+        self, machine: Machine, replica: ReplicaName, ticket: PrefillRequest, node: NodeName, incarnation: Incarnation
+    ) -> None:
+        super().__init__(machine, "prefill", replica, ticket.prompt)
+        self.ticket = ticket
+        self.node = node
+        self.incarnation = incarnation
+        self.peer = ticket.target_replica
+        self.allocation = Allocation([], 0)
+        self.sent: Sent | None = None
+        """Kept when the last write ends before the executor has reported the step that made it."""
+        self.num_posted = 0
+        """Pieces that were posted, once the writes have ended."""
+        self.compute_s = 0.0
+        """Of the steps that it took part in, perhaps with others."""
+        self.lease: asyncio.TimerHandle | None = None

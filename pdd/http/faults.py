@@ -49,7 +49,13 @@ def fault_of(error: Exception) -> Fault:
     """What the client is told. Faults that are our own bugs are logged with their story and told without it."""
     match error:
         case GenerationFailed(info=info):
-            return Fault(status=info.http_status, message=info.message, code=info.code, retryable=info.retryable)
+            return Fault(
+                status=info.http_status,
+                message=info.message,
+                code=info.code,
+                retryable=info.retryable,
+                retry_after_s=info.retry_after_s,
+            )
         case PddError() if error.http_status != 500:
             return Fault(
                 status=error.http_status,

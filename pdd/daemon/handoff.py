@@ -1,0 +1,208 @@
+"""A decode replica's handoffs: prompts that are prefilled elsewhere, from the armed count to ready or to the drain.
+
+Who waits for whom: the ticket leaves after the count is armed; the pages are ready when the count is complete; after a
+failure they are touched again only when nobody can write into them any more (Drained).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from pdd.base.errors import NoPath
+from pdd.base.ids import Immediate, Incarnation, NodeName, PageId, ReplicaName, RequestId
+from pdd.daemon.balance import choose_prefiller
+from pdd.daemon.records import DecodeRequest, Handoff
+from pdd.daemon.replica import Replica
+from pdd.daemon.side import Control, Side
+from pdd.lifecycle import events as e
+from pdd.lifecycle.table import DecodeState
+from pdd.topology.model import Handoff as HandoffPolicy
+from pdd.topology.model import Role
+from pdd.transfer import messenger as transfer
+from pdd.wire import messages as wire
+
+_PREFILL_ROLES = frozenset({Role.PREFILL.value})
+_IN_FLIGHT = (DecodeState.PREFILLING, DecodeState.TRANSFERRING)
+
+
+class Handoffs:
+    """All handoffs into one local replica; `side` holds the requests."""
+
+    def __init__(self, control: Control, replica: Replica, policy: HandoffPolicy, side: Side[DecodeRequest]) -> None:
+        self._control = control
+        self._replica = replica
+        self._policy = policy
+        self._side = side
+
+    def begin(self, record: DecodeRequest) -> None:
+        """Sends a ticket to the best prefiller. Raises PddError when there is none or no count can be armed."""
+        candidates = self._control.peers.candidates(_PREFILL_ROLES)
+        others = [it for it in candidates if record.handoff is None or it.name != record.handoff.prefiller]
+        choice = choose_prefiller(others or candidates, record.prompt)
+        peer = self._control.peers.owner(choice.name) if choice else None
+        if choice is None or peer is None:
+            raise NoPath("no prefiller is reachable")
+        pages = self._lacking_pages(record)
+        immediate = self._replica.messenger.arm(record.id, peer.incarnation, len(pages))
+        record.handoff = Handoff(peer.node, peer.incarnation, choice.name, immediate)
+        record.peer = choice.name
+        record.attempts += 1
+        lease_s = self._policy.lease_s
+        record.lease = asyncio.get_running_loop().call_later(lease_s, self._lease_over, record, immediate)
+        self._side.feed(record, e.TicketSent(f"to {choice.name}: {choice.reason}; {len(pages)} pages"))
+        if not self._control.send(peer.node, self._ticket(record, choice.name, pages, immediate)):
+            self._over(record, "the link went down")
+            self._replica.messenger.rejected(record.id, immediate)
+            self._replica.poll()
+
+    def _lacking_pages(self, record: DecodeRequest) -> list[PageId]:
+        """Those of its pages that the prefiller is to fill."""
+        layout = self._replica.layout
+        first = record.allocation.num_cached_tokens // layout.page_tokens
+        return record.allocation.pages[first : layout.num_pages_for(len(record.prompt) - 1)]
+
+    def _ticket(
+        self, record: DecodeRequest, prefiller: ReplicaName, pages: list[PageId], immediate: Immediate
+    ) -> wire.PrefillRequest:
+        return wire.PrefillRequest(
+            request=record.id,
+            source_replica=prefiller,
+            target_replica=self._replica.name,
+            target_incarnation=self._control.incarnation,
+            layout_digest=self._replica.layout.digest(),
+            prompt=record.prompt,
+            start_token=record.allocation.num_cached_tokens,
+            target_pages=tuple(pages),
+            immediate=immediate,
+            lease_s=self._policy.lease_s,
+        )
+
+    def stop(self, record: DecodeRequest) -> None:
+        """Asks the prefiller to post nothing more. When the link is down, link_down fences it, which drains too."""
+        handoff = record.handoff
+        assert handoff is not None
+        if not handoff.stopping:
+            handoff.stopping = True
+            self._control.send(handoff.node, wire.CancelPrefill(request=record.id, immediate=handoff.immediate))
+
+    def _over(self, record: DecodeRequest, reason: str) -> None:
+        """The prefiller will post nothing more, and knows it."""
+        assert record.handoff is not None
+        record.handoff.stopping = True
+        self._failed(record, reason)
+
+    def _failed(self, record: DecodeRequest, reason: str) -> None:
+        if not record.machine.allows(e.HandoffFailed):
+            return  # it has arrived: whatever the prefiller says now is late
+        record.failure = reason
+        self._control.metrics.handoffs.labels("failed").inc()
+        self._side.feed(record, e.HandoffFailed(reason))
+
+    def _lease_over(self, record: DecodeRequest, immediate: Immediate) -> None:
+        """First the handoff ends; when even the drain takes a lease, the prefiller is fenced."""
+        handoff = record.handoff
+        if handoff is None or handoff.immediate != immediate or record.machine.terminal:
+            return
+        lease_s = self._policy.lease_s
+        record.lease = asyncio.get_running_loop().call_later(lease_s, self._lease_over, record, immediate)
+        if record.machine.state in _IN_FLIGHT:
+            self._failed(record, f"the pages did not arrive within {lease_s:g} s")
+        elif record.machine.state is DecodeState.DRAINING:
+            self._control.fence(handoff.node, f"it did not confirm the end of {record.id} within {lease_s:g} s")
+
+    def peer_down(self, node: NodeName, incarnation: Incarnation, reason: str) -> None:
+        """Its key is closed: what it had not delivered fails, and nothing of it can arrive any more."""
+        for record in list(self._side.records.values()):
+            handoff = record.handoff
+            if handoff is not None and handoff.incarnation == incarnation and record.machine.allows(e.HandoffFailed):
+                self._over(record, f"link to {node} lost: {reason}")
+        if self._replica.role is Role.DECODE:
+            self._shut_out(incarnation)
+
+    def _shut_out(self, incarnation: Incarnation) -> None:
+        """Closes the peer's memory key. On a provider where that stops nothing, only time makes the pages safe."""
+        messenger = self._replica.messenger
+        messenger.revoke(incarnation)
+        if not messenger.info.fences:
+            for record in self._side.records.values():
+                handoff = record.handoff
+                if handoff is not None and handoff.incarnation == incarnation:
+                    asyncio.get_running_loop().call_later(self._policy.lease_s, self._expire, record.id)
+        self._replica.poll()
+
+    def _expire(self, request: RequestId) -> None:
+        self._replica.messenger.expire(request)
+        self._replica.poll()
+
+    def message(self, node: NodeName, message: wire.HandoffMessage) -> bool:
+        """News of a handoff. False when it names another one than the present: it is late and changes nothing."""
+        record = self._side.records.get(message.request)
+        handoff = record.handoff if record else None
+        if record is None or handoff is None or (handoff.immediate, handoff.node) != (message.immediate, node):
+            return False
+        match message:
+            case wire.PrefillAccepted():
+                if record.machine.allows(e.PrefillerAccepted):
+                    self._side.feed(record, e.PrefillerAccepted(f"{node} took it in"))
+            case wire.PrefillEnded():
+                self._prefill_ended(record, message)
+            case wire.PrefillRejected():
+                self._over(record, f"{handoff.prefiller} rejected it: {message.reason}")
+                self._replica.messenger.rejected(record.id, handoff.immediate)
+            case wire.PrefillStopped():
+                if record.machine.state in _IN_FLIGHT:
+                    self._over(record, f"{handoff.prefiller} stopped: {message.reason}")
+                self._replica.messenger.stopped(record.id, handoff.immediate, message.num_pieces)
+        self._replica.poll()
+        return True
+
+    def _prefill_ended(self, record: DecodeRequest, message: wire.PrefillEnded) -> None:
+        if not record.machine.allows(e.PrefillDone):
+            return  # the handoff failed and the request goes another way
+        if record.machine.state is DecodeState.PREFILLING:
+            arrived, expected = self._replica.messenger.arrived(record.id)
+            record.transfer.landed_share = arrived / expected
+        else:
+            record.transfer.landed_share = 1.0
+        record.transfer.prefill_done_s = self._control.clock.now_s()
+        what = f"computed in {message.compute_s * 1e3:.0f} ms, {message.num_cached_tokens} tokens cached there"
+        self._side.feed(record, e.PrefillDone(what))
+
+    def transferred(self, event: transfer.TransferEvent) -> None:
+        if isinstance(event, transfer.Stray):
+            self._control.metrics.stray_writes.inc(event.num_pieces)
+            return
+        if not isinstance(event, transfer.Arrived | transfer.Drained):
+            return
+        record = self._side.records.get(event.request)
+        if record is None or record.handoff is None or record.handoff.immediate != event.immediate:
+            return  # of a handoff whose request has ended here
+        if isinstance(event, transfer.Arrived):
+            self._arrived(record, event)
+        else:
+            self._control.metrics.handoffs.labels("fenced" if event.fenced else "drained").inc()
+            self._side.feed(
+                record, e.Drained("the peer's key is closed" if event.fenced else "all posted writes counted")
+            )
+
+    def _arrived(self, record: DecodeRequest, event: transfer.Arrived) -> None:
+        record.num_computed = len(record.prompt) - 1
+        moved = record.transfer
+        moved.num_pieces, moved.num_bytes = event.num_pieces, event.num_bytes
+        moved.first_s, moved.last_s = event.first_s, event.last_s
+        metrics = self._control.metrics
+        metrics.handoffs.labels("arrived").inc()
+        metrics.prefill_decisions.labels("prefiller", "handoff").inc()
+        metrics.handoff_pages.labels("in").inc(event.num_pieces)
+        metrics.handoff_bytes.labels("in").inc(event.num_bytes)
+        if moved.prefill_done_s is not None:
+            metrics.ready_after_prefill.observe(self._control.clock.now_s() - moved.prefill_done_s)
+        self.end(record)
+        self._replica.messenger.forget(record.id)
+        self._side.feed(record, e.Arrived(f"{event.num_pieces} pages, {event.num_bytes} bytes"))
+
+    def end(self, record: DecodeRequest) -> None:
+        """Nothing of the handoff is waited for any more."""
+        if record.lease is not None:
+            record.lease.cancel()
+            record.lease = None
