@@ -46,6 +46,7 @@ def problems(topology: Topology) -> Iterator[Problem]:
     yield from _http(topology)
     yield from _pages(topology)
     yield from _ranks(topology)
+    yield from _chunks(topology)
     yield from _hosts(topology)
 
 
@@ -211,6 +212,17 @@ def _hosts(topology: Topology) -> Iterator[Problem]:
     if topology.fabric.provider is Provider.SHM and len(machines) > 1:
         text = "shm reaches only one machine, and the nodes are on several: use tcp"
         yield Problem(at=("fabric", "provider"), text=text, relies_on=hosts)
+
+
+def _chunks(topology: Topology) -> Iterator[Problem]:
+    for path, replica in _replicas(topology):
+        if replica.chunk_tokens < replica.page_tokens:
+            text = f"chunk_tokens {replica.chunk_tokens} is less than page_tokens {replica.page_tokens}"
+            yield Problem(
+                at=(*path, "chunk_tokens"),
+                text=f"{text}: a chunk fills at least one page",
+                relies_on=((*path, "page_tokens"),),
+            )
 
 
 def _shared_cores(topology: Topology) -> Iterator[str]:

@@ -196,3 +196,13 @@ def test_a_clash_names_the_other_line(tmp_path: Path) -> None:
     )
     with pytest.raises(TopologyInvalid, match=r":7:18: .*is taken by nodes.a.control_port \(line 6\)"):
         load(path)
+
+
+def test_a_chunk_smaller_than_a_page_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(
+        "version: 1\ncluster: {key_file: k}\nmodel: {name: m, path: m}\nnodes:\n  a:\n    control_port: 7000\n"
+        "    http: {port: 7001}\n    replicas: [{role: colocated, page_tokens: 64, chunk_tokens: 32}]\n"
+    )
+    with pytest.raises(TopologyInvalid, match=r":8:.*chunk_tokens 32 is less than page_tokens 64"):
+        load(path)
