@@ -216,7 +216,7 @@ def _hosts(topology: Topology) -> Iterator[Problem]:
 
 def _chunks(topology: Topology) -> Iterator[Problem]:
     for path, replica in _replicas(topology):
-        if replica.chunk_tokens < replica.page_tokens:
+        if replica.chunk_tokens < replica.page_tokens <= MAX_PAGE_TOKENS:
             text = f"chunk_tokens {replica.chunk_tokens} is less than page_tokens {replica.page_tokens}"
             yield Problem(
                 at=(*path, "chunk_tokens"),
