@@ -45,9 +45,14 @@ static void leave_place(struct place *place)
 }
 
 /* shm works only inside our own calls: an endpoint that is never called again places and sends nothing. And closing one
- * is not safe: a peer in the same process uses its queues without a mapping of its own. So it is left until the port is
- * closed, and only its handle goes. */
+ * is not safe: a peer in the same process uses its queues without a mapping of its own. So only its handle goes; the
+ * port's close takes the endpoint, unless messages of it are still out there: then the process's end does. */
 static bool must_linger(const struct pdd_port *port) { return port->endpoint.fd < 0; }
+
+static bool has_messages_out(const struct pdd_port *port, const struct peer *peer)
+{
+    return peer->endpoint.ep && peer->num_free < port->max_in_flight;
+}
 
 struct peer *pdd_find_peer(struct pdd_port *port, uint32_t handle)
 {
@@ -164,8 +169,10 @@ static int allocate_messages(struct peer *peer, uint32_t number)
 }
 
 /* The endpoint first: it knows the messages. */
-void pdd_free_peer(struct peer *peer)
+void pdd_free_peer(struct pdd_port *port, struct peer *peer)
 {
+    if (must_linger(port) && has_messages_out(port, peer))
+        return;
     pdd_endpoint_close(&peer->endpoint);
     free(peer->messages);
     free(peer->free_messages);
@@ -192,7 +199,7 @@ int pdd_do_add_peer(struct pdd_port *port, struct call *call)
     if (!rc && fi_av_insert(peer->endpoint.av, address, 1, &peer->address, 0, NULL) != 1)
         rc = -EINVAL;
     if (rc) {
-        pdd_free_peer(peer);
+        pdd_free_peer(port, peer);
         return rc;
     }
     call->handle = peer->place.handle;
@@ -206,16 +213,14 @@ int pdd_do_drop_peer(struct pdd_port *port, struct call *call)
         return -ENOENT;
     while (pdd_read_cq(port, &peer->endpoint)) /* what did complete shall not be called cancelled */
         ;
-    uint32_t in_flight = port->max_in_flight - peer->num_free;
-    port->in_flight -= in_flight;
+    port->in_flight -= port->max_in_flight - peer->num_free;
     peer->place.handle = 0;
-    if (!in_flight || !must_linger(port))
+    if (!must_linger(port) || !has_messages_out(port, peer))
         pdd_endpoint_close(&peer->endpoint); /* nothing reads the sources from here on */
     for (uint32_t slot = 0; slot < port->max_writes; slot++)
         if (port->live[slot] && port->live[slot]->peer == peer)
             pdd_abandon_write(port, port->live[slot], ECANCELED);
-    if (!peer->endpoint.ep)
-        pdd_free_peer(peer);
+    pdd_free_peer(port, peer);
     return 0;
 }
 

@@ -176,7 +176,7 @@ static int open_fabric(struct pdd_port *port)
 static void close_fabric(struct pdd_port *port)
 {
     for (uint32_t i = 0; i < port->num_peers; i++)
-        pdd_free_peer(&port->peers[i]);
+        pdd_free_peer(port, &port->peers[i]);
     for (uint32_t i = 0; i < port->num_memories; i++)
         pdd_endpoint_close(&port->memories[i].endpoint);
     pdd_endpoint_close(&port->endpoint);

@@ -266,7 +266,7 @@ int pdd_do_add_peer(struct pdd_port *port, struct call *call);
 int pdd_do_drop_peer(struct pdd_port *port, struct call *call);
 int pdd_do_watch(struct pdd_port *port, struct call *call);
 int pdd_do_unwatch(struct pdd_port *port, struct call *call);
-void pdd_free_peer(struct peer *peer);
+void pdd_free_peer(struct pdd_port *port, struct peer *peer);
 
 /* pdd_write.c, on the progress thread */
 void pdd_take_write(struct pdd_port *port, struct write *write);

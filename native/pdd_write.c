@@ -52,8 +52,6 @@ void pdd_take_write(struct pdd_port *port, struct write *write)
     port->live[write->slot] = write;
     write->peer = pdd_find_peer(port, write->spec.peer);
     write->watch = pdd_find_watch(port, write->spec.watch);
-    if (write->watch)
-        write->watch->seen = atomic_load_explicit(write->watch->counter, memory_order_acquire);
     if (port->failed) {
         write->error = port->failed;
         write->ended = true;

@@ -1,0 +1,452 @@
+/* The C library by itself, so that sanitizers see all of it. Usage: test_fabric [providers]. Prints what failed. */
+#include "pdd_fabric.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { PAGES = 64, PAGE = 4096, LAYERS = 3, LAYER = PAGES * PAGE, ARENA = LAYERS * LAYER, PATIENCE_MS = 30000 };
+
+#define CHECK(what)                                                                                                    \
+    do {                                                                                                               \
+        if (!(what)) {                                                                                                 \
+            fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #what);                                   \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
+    } while (0)
+
+static const char *providers = "net,tcp,tcp;ofi_rxm";
+
+struct bench {
+    pdd_port *source, *target;
+    uint8_t *from, *to;
+    struct pdd_memory source_memory, target_memory;
+    uint32_t peer;
+    _Atomic uint64_t counter;
+};
+
+static uint32_t immediate(uint32_t slot, uint32_t generation) { return slot << 20 | generation << 7; }
+
+static pdd_port *open_port(uint32_t max_writes)
+{
+    struct pdd_options options = {.providers = providers, .host = "127.0.0.1", .max_writes = max_writes};
+    char message[1024] = "";
+    pdd_port *port = NULL;
+    if (pdd_open(&options, &port, message, sizeof message)) {
+        fprintf(stderr, "%s\n", message);
+        exit(1);
+    }
+    return port;
+}
+
+static void setup(struct bench *bench, uint32_t max_writes)
+{
+    memset(bench, 0, sizeof *bench);
+    bench->source = open_port(max_writes);
+    bench->target = open_port(0);
+    bench->from = malloc(ARENA);
+    bench->to = calloc(1, ARENA);
+    for (int i = 0; i < ARENA; i++)
+        bench->from[i] = (uint8_t)(rand() >> 7);
+    CHECK(!pdd_register(bench->source, (uint64_t)bench->from, ARENA, &bench->source_memory));
+    CHECK(!pdd_register(bench->target, (uint64_t)bench->to, ARENA, &bench->target_memory));
+    CHECK(!pdd_add_peer(bench->source, bench->target_memory.address, bench->target_memory.address_bytes, &bench->peer));
+}
+
+static void teardown(struct bench *bench)
+{
+    pdd_close(bench->source);
+    pdd_close(bench->target);
+    pdd_free(bench->source);
+    pdd_free(bench->target);
+    free(bench->from);
+    free(bench->to);
+}
+
+static const struct pdd_piece WHOLE = {0, 0, PAGE};
+
+static struct pdd_write make_write(const struct bench *bench, uint64_t token, uint32_t imm, const uint32_t *source,
+                                   const uint32_t *target, uint32_t pages)
+{
+    return (struct pdd_write){
+        .token = token,
+        .key = bench->target_memory.key,
+        .source_base = (uint64_t)bench->from,
+        .source_layer_bytes = LAYER,
+        .source_page_bytes = PAGE,
+        .target_base = bench->target_memory.base,
+        .target_layer_bytes = LAYER,
+        .target_page_bytes = PAGE,
+        .peer = bench->peer,
+        .memory = bench->source_memory.memory,
+        .immediate = imm,
+        .num_layers = LAYERS,
+        .num_pages = pages,
+        .num_pieces = 1,
+        .source_pages = source,
+        .target_pages = target,
+        .pieces = &WHOLE,
+    };
+}
+
+static void shuffle(uint32_t *pages)
+{
+    for (uint32_t i = 0; i < PAGES; i++)
+        pages[i] = i;
+    for (uint32_t i = PAGES - 1; i; i--) {
+        uint32_t j = (uint32_t)rand() % (i + 1), kept = pages[i];
+        pages[i] = pages[j];
+        pages[j] = kept;
+    }
+}
+
+/* The next event of a port. */
+static struct pdd_event next_event(pdd_port *port)
+{
+    struct pdd_event event;
+    struct pollfd fd = {.fd = pdd_event_fd(port), .events = POLLIN};
+    while (!pdd_drain(port, &event, 1))
+        CHECK(poll(&fd, 1, PATIENCE_MS) == 1);
+    return event;
+}
+
+static void expect_end(pdd_port *port, uint64_t token, int error, uint64_t pieces)
+{
+    struct pdd_event event = next_event(port);
+    CHECK(event.kind == PDD_WRITE_DONE);
+    CHECK(event.token == token);
+    CHECK(event.error == error);
+    CHECK(event.num_pieces == pieces);
+    CHECK(event.num_bytes == pieces * PAGE);
+}
+
+static void expect_count(pdd_port *port, uint32_t imm)
+{
+    struct pdd_event event;
+    do /* what a drop has cut off may still be told as strays */
+        event = next_event(port);
+    while (event.kind == PDD_STRAY);
+    CHECK(event.kind == PDD_COUNT_REACHED);
+    CHECK(event.immediate == imm);
+    CHECK(event.first_ns <= event.last_ns);
+}
+
+/* One page, waited for: what was posted to the peer before is there by then. */
+static void probe(struct bench *bench)
+{
+    static uint32_t generation;
+    const uint32_t page[1] = {0}, imm = immediate(4000, ++generation & 0x1fff);
+    struct pdd_write write = make_write(bench, ~0ull, imm, page, page, 1);
+    CHECK(!pdd_expect(bench->target, imm, LAYERS));
+    CHECK(!pdd_submit(bench->source, &write));
+    expect_end(bench->source, ~0ull, 0, LAYERS);
+    expect_count(bench->target, imm);
+}
+
+static void test_permuted_pages(void)
+{
+    struct bench bench;
+    uint32_t source[PAGES], target[PAGES], imm = immediate(1, 1);
+    setup(&bench, 0);
+    for (int round = 0; round < 20; round++) {
+        shuffle(source);
+        shuffle(target);
+        struct pdd_write write = make_write(&bench, (uint64_t)round, imm, source, target, PAGES);
+        CHECK(!pdd_expect(bench.target, imm, LAYERS * PAGES));
+        CHECK(pdd_expect(bench.target, imm, 1) == -EEXIST);
+        CHECK(!pdd_submit(bench.source, &write));
+        expect_count(bench.target, imm);
+        expect_end(bench.source, (uint64_t)round, 0, LAYERS * PAGES);
+        CHECK(pdd_arrived(bench.target, imm) == LAYERS * PAGES);
+        for (int layer = 0; layer < LAYERS; layer++)
+            for (int i = 0; i < PAGES; i++)
+                CHECK(!memcmp(bench.to + layer * LAYER + target[i] * PAGE, bench.from + layer * LAYER + source[i] * PAGE, PAGE));
+    }
+    teardown(&bench);
+}
+
+static void test_joined_pages_count_each(void)
+{
+    struct bench bench;
+    uint32_t pages[PAGES], imm = immediate(2, 1);
+    struct pdd_stats stats;
+    struct pdd_info info;
+    setup(&bench, 0);
+    pdd_get_info(bench.source, &info);
+    for (uint32_t i = 0; i < PAGES; i++)
+        pages[i] = i;
+    struct pdd_write write = make_write(&bench, 1, imm, pages, pages, PAGES);
+    CHECK(!pdd_expect(bench.target, imm, LAYERS * PAGES));
+    CHECK(!pdd_submit(bench.source, &write));
+    expect_count(bench.target, imm);
+    expect_end(bench.source, 1, 0, LAYERS * PAGES);
+    CHECK(!memcmp(bench.from, bench.to, ARENA));
+    pdd_get_stats(bench.source, &stats);
+    CHECK(stats.num_messages == LAYERS); /* 64 neighbours are one run of 256 KiB */
+    for (uint32_t i = 0; i < PAGES; i++)
+        pages[i] = PAGES - 1 - i;
+    CHECK(!pdd_expect(bench.target, imm, LAYERS * PAGES));
+    CHECK(!pdd_submit(bench.source, &write));
+    expect_count(bench.target, imm);
+    pdd_get_stats(bench.source, &stats);
+    CHECK(stats.num_messages == LAYERS + LAYERS * PAGES / info.pages_per_write);
+    teardown(&bench);
+}
+
+static void test_armed_layers(int wake_fd)
+{
+    struct bench bench;
+    uint32_t source[PAGES], target[PAGES], imm = immediate(3, 1), watch;
+    uint64_t one = 1;
+    setup(&bench, 0);
+    shuffle(source);
+    shuffle(target);
+    atomic_store(&bench.counter, 70);
+    CHECK(!pdd_watch(bench.source, (uint64_t)&bench.counter, wake_fd, &watch));
+    struct pdd_write armed = make_write(&bench, 1, imm, source, target, PAGES);
+    armed.watch = watch;
+    armed.counter_base = 70;
+    CHECK(!pdd_expect(bench.target, imm, LAYERS * PAGES + 1));
+    CHECK(!pdd_submit(bench.source, &armed));
+    for (int layer = 0; layer < LAYERS; layer++) {
+        probe(&bench);
+        CHECK(pdd_arrived(bench.target, imm) == layer * PAGES);
+        atomic_fetch_add(&bench.counter, 1);
+        if (wake_fd >= 0)
+            CHECK(write(wake_fd, &one, sizeof one) == sizeof one);
+        if (layer < LAYERS - 1)
+            while (pdd_arrived(bench.target, imm) < (layer + 1) * PAGES)
+                probe(&bench);
+    }
+    expect_end(bench.source, 1, 0, LAYERS * PAGES);
+    CHECK(!pdd_unwatch(bench.source, watch));
+    CHECK(pdd_unwatch(bench.source, watch) == -ENOENT);
+    teardown(&bench);
+}
+
+static void test_cancel(void)
+{
+    struct bench bench;
+    uint32_t pages[PAGES], imm = immediate(4, 1), watch;
+    setup(&bench, 0);
+    shuffle(pages);
+    CHECK(!pdd_watch(bench.source, (uint64_t)&bench.counter, -1, &watch));
+    struct pdd_write write = make_write(&bench, 9, imm, pages, pages, PAGES);
+    write.watch = watch;
+    CHECK(!pdd_expect(bench.target, imm, LAYERS * PAGES));
+    CHECK(!pdd_submit(bench.source, &write));
+    atomic_store(&bench.counter, 1);
+    while (pdd_arrived(bench.target, imm) < PAGES)
+        probe(&bench);
+    CHECK(pdd_cancel(bench.source, 10) == -ENOENT);
+    CHECK(!pdd_cancel(bench.source, 9));
+    expect_end(bench.source, 9, ECANCELED, PAGES);
+    CHECK(!pdd_change_expected(bench.target, imm, PAGES));
+    expect_count(bench.target, imm);
+    CHECK(!pdd_change_expected(bench.target, imm, 1)); /* reached already: no second event */
+    probe(&bench);
+    CHECK(pdd_unexpect(bench.target, imm) == PAGES);
+    CHECK(pdd_change_expected(bench.target, imm, 1) == -ENOENT);
+    teardown(&bench);
+}
+
+/* The goal is changed while pieces arrive: one event, whoever comes first. */
+static void test_goal_races(void)
+{
+    struct bench bench;
+    uint32_t pages[PAGES];
+    setup(&bench, 0);
+    shuffle(pages);
+    for (uint32_t round = 0; round < 100; round++) {
+        uint32_t imm = immediate(5, round);
+        struct pdd_write write = make_write(&bench, round, imm, pages, pages, PAGES);
+        CHECK(!pdd_expect(bench.target, imm, 100000));
+        CHECK(!pdd_submit(bench.source, &write));
+        for (uint32_t goal = 1000; goal >= LAYERS * PAGES; goal -= 101)
+            CHECK(!pdd_change_expected(bench.target, imm, goal));
+        CHECK(!pdd_change_expected(bench.target, imm, LAYERS * PAGES));
+        expect_count(bench.target, imm);
+        expect_end(bench.source, round, 0, LAYERS * PAGES);
+        CHECK(pdd_unexpect(bench.target, imm) == LAYERS * PAGES);
+    }
+    teardown(&bench);
+}
+
+/* Disarmed while pieces arrive: each is counted once, as progress or as a stray. */
+static void test_unexpect_races(void)
+{
+    struct bench bench;
+    struct pdd_event event;
+    uint32_t pages[PAGES];
+    setup(&bench, 0);
+    shuffle(pages);
+    for (uint32_t round = 0; round < 50; round++) {
+        uint32_t imm = immediate(6, round);
+        int64_t counted = 0;
+        struct pdd_write write = make_write(&bench, round, imm, pages, pages, PAGES);
+        CHECK(!pdd_expect(bench.target, imm, 100000));
+        CHECK(!pdd_submit(bench.source, &write));
+        for (uint32_t i = 0; i < round * 20 && counted < 10; i++)
+            counted = pdd_arrived(bench.target, imm);
+        counted = pdd_unexpect(bench.target, imm);
+        expect_end(bench.source, round, 0, LAYERS * PAGES);
+        while (counted < LAYERS * PAGES) {
+            event = next_event(bench.target);
+            CHECK(event.kind == PDD_STRAY);
+            CHECK(event.immediate == imm);
+            counted += (int64_t)event.num_pieces;
+        }
+        CHECK(counted == LAYERS * PAGES);
+    }
+    teardown(&bench);
+}
+
+static void test_full(void)
+{
+    struct bench bench;
+    uint32_t page[1] = {3}, watch;
+    setup(&bench, 8);
+    CHECK(!pdd_watch(bench.source, (uint64_t)&bench.counter, -1, &watch));
+    for (uint64_t round = 0; round < 100; round++) {
+        struct pdd_write write = make_write(&bench, 0, immediate(7, 0), page, page, 1);
+        write.watch = watch;
+        write.counter_base = atomic_load(&bench.counter);
+        for (write.token = 0; write.token < 8; write.token++)
+            CHECK(!pdd_submit(bench.source, &write));
+        CHECK(pdd_submit(bench.source, &write) == -EAGAIN);
+        atomic_fetch_add(&bench.counter, LAYERS);
+        bool seen[8] = {false};
+        for (int i = 0; i < 8; i++) {
+            struct pdd_event event = next_event(bench.source);
+            CHECK(event.kind == PDD_WRITE_DONE && !event.error && event.token < 8 && !seen[event.token]);
+            seen[event.token] = true;
+        }
+    }
+    teardown(&bench);
+}
+
+static void test_bad_writes(void)
+{
+    struct bench bench;
+    uint32_t page[1] = {0}, beyond[1] = {PAGES};
+    const struct pdd_piece wide = {0, 0, ~0ull}, empty = {0, 0, 0};
+    setup(&bench, 0);
+    const struct pdd_write good = make_write(&bench, 1, immediate(8, 0), page, page, 1);
+    struct pdd_write bad[] = {good, good, good, good, good, good, good, good, good, good};
+    bad[0].source_pages = beyond;
+    bad[1].num_layers = LAYERS + 1;
+    bad[2].num_layers = 0;
+    bad[3].pieces = &wide;
+    bad[4].pieces = &empty;
+    bad[5].source_base -= PAGE;
+    bad[6].immediate |= 1;
+    bad[7].peer ^= 1 << 16;
+    bad[8].target_base = ~0ull;
+    bad[9].source_layer_bytes = ~0ull;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        CHECK(pdd_submit(bench.source, &bad[i]) < 0);
+    CHECK(pdd_add_peer(bench.source, (const uint8_t *)"nonsense", 8, &bad[0].peer) < 0);
+    probe(&bench);
+    teardown(&bench);
+}
+
+static void test_drop_and_close(void)
+{
+    struct bench bench;
+    uint32_t pages[PAGES];
+    setup(&bench, 0);
+    shuffle(pages);
+    for (int round = 0; round < 5; round++) {
+        probe(&bench);
+        for (uint64_t token = 0; token < 300; token++) {
+            struct pdd_write write = make_write(&bench, token, immediate(9, 0), pages, pages, PAGES);
+            CHECK(!pdd_submit(bench.source, &write));
+        }
+        bool seen[300] = {false};
+        if (round < 4)
+            CHECK(!pdd_drop_peer(bench.source, bench.peer));
+        else
+            pdd_close(bench.source);
+        for (int i = 0; i < 300; i++) {
+            struct pdd_event event = next_event(bench.source);
+            CHECK(event.kind == PDD_WRITE_DONE && event.token < 300 && !seen[event.token]);
+            CHECK(event.error == ECANCELED || (!event.error && event.num_pieces == LAYERS * PAGES));
+            seen[event.token] = true;
+        }
+        CHECK(!pdd_release(bench.target, bench.target_memory.memory));
+        CHECK(!pdd_register(bench.target, (uint64_t)bench.to, ARENA, &bench.target_memory));
+        if (round < 4)
+            CHECK(!pdd_add_peer(bench.source, bench.target_memory.address, bench.target_memory.address_bytes, &bench.peer));
+    }
+    CHECK(pdd_submit(bench.source, &(struct pdd_write){0}) == -ESHUTDOWN);
+    teardown(&bench);
+}
+
+static void test_closed_key(void)
+{
+    struct bench bench;
+    uint32_t pages[PAGES];
+    uint8_t *before = malloc(ARENA);
+    struct pdd_memory closed;
+    setup(&bench, 0);
+    shuffle(pages);
+    probe(&bench);
+    memcpy(before, bench.to, ARENA);
+    closed = bench.target_memory;
+    CHECK(!pdd_register(bench.target, (uint64_t)bench.to, ARENA, &bench.target_memory));
+    CHECK(!pdd_release(bench.target, closed.memory));
+    CHECK(pdd_release(bench.target, closed.memory) == -ENOENT);
+    uint32_t old_peer = bench.peer, own_peer;
+    CHECK(!pdd_add_peer(bench.source, bench.target_memory.address, bench.target_memory.address_bytes, &bench.peer));
+    CHECK(!pdd_add_peer(bench.source, bench.target_memory.address, bench.target_memory.address_bytes, &own_peer));
+    /* To the closed endpoint, and with the closed key to an open one. */
+    struct pdd_write write = make_write(&bench, 1, immediate(10, 0), pages, pages, PAGES);
+    write.key = closed.key;
+    write.target_base = closed.base;
+    write.peer = old_peer;
+    CHECK(!pdd_submit(bench.source, &write));
+    write.peer = own_peer;
+    write.token = 2;
+    CHECK(!pdd_submit(bench.source, &write));
+    CHECK(!pdd_expect(bench.target, immediate(10, 0), 1));
+    struct timespec moment = {.tv_nsec = 50 * 1000 * 1000};
+    nanosleep(&moment, NULL);
+    CHECK(!pdd_drop_peer(bench.source, old_peer));
+    CHECK(!pdd_drop_peer(bench.source, own_peer));
+    CHECK(next_event(bench.source).kind == PDD_WRITE_DONE);
+    CHECK(next_event(bench.source).kind == PDD_WRITE_DONE);
+    probe(&bench);
+    CHECK(pdd_unexpect(bench.target, immediate(10, 0)) == 0);
+    CHECK(!memcmp(before, bench.to, ARENA));
+    free(before);
+    teardown(&bench);
+}
+
+int main(int argc, char **argv)
+{
+    int wake_fd = eventfd(0, 0);
+    if (argc > 1)
+        providers = argv[1];
+    srand(1);
+    test_permuted_pages();
+    test_joined_pages_count_each();
+    test_armed_layers(-1);
+    test_armed_layers(wake_fd);
+    test_cancel();
+    test_goal_races();
+    test_unexpect_races();
+    test_full();
+    test_bad_writes();
+    test_drop_and_close();
+    test_closed_key();
+    close(wake_fd);
+    puts("ok");
+    return 0;
+}
