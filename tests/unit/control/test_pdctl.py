@@ -217,7 +217,7 @@ def test_story_tells_both_sides(start: Start, capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr()
     assert shown.err == ""
     assert shown.out.index("decode side") < shown.out.index("prefill side")
-    for word in ("3.0 MiB at 1.25 GB/s", "87.5%", "4.0 ms", "800 ms", "16 of them cached"):
+    for word in ("3.0 MiB, 1.25 GB/s from the first to the last", "87.5%", "4.0 ms", "800 ms", "16 of them cached"):
         assert word in shown.out
 
 
