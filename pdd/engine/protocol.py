@@ -18,6 +18,14 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     replica: str
     rank: int
+    """dp_rank * tp + tp_rank, among the dp * tp ranks of the replica."""
+    tp: int
+    dp: int
+    ep: int
+    """Ranks that share the experts of a MoE layer: 1, or dp * tp."""
+    rendezvous: str
+    """Path of a file that the ranks of this replica find each other by (torch.distributed's file store); unused when
+    there is one rank."""
     role: str
     model_dir: str
     """Packed model directory (engine/pack.py)."""
@@ -71,6 +79,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     start: list[StartSequence]
     rows: list[Row]
     """May be empty: then only the bookkeeping above is done and the counter does not move."""
+    joint: bool = False
+    """Other data-parallel ranks compute in this step: take part in its collectives even without rows."""
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):

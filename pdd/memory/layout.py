@@ -1,7 +1,8 @@
 """Where a page of KV cache lies in an arena.
 
-An arena is `[num_layers, num_pages, 2, num_kv_heads, page_tokens, head_dim]` (HND; the 2 is K, V). A page index
-names the same slot in every layer, so one list of indices describes a request in all of them:
+An arena is `[num_layers, num_pages, num_planes, num_kv_heads, page_tokens, head_dim]` (HND). There are two planes, K
+and V, or one where the cache is a latent (MLA: one "head" of `kv_lora_rank + rope` numbers). A page index names the
+same slot in every layer, so one list of indices describes a request in all of them:
 
     layer 0: | page 0 | page 1 | ... | page n-1 |
     layer 1: | page 0 | page 1 | ... | page n-1 |
@@ -21,16 +22,19 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     num_layers: int
     num_kv_heads: int
+    """Of this rank."""
     head_dim: int
     page_tokens: int
     dtype: str
     """A key of DTYPE_BYTES."""
     num_pages: int
+    num_planes: int = 2
+    """2: K and V. 1: a latent from which both are made (MLA)."""
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page of one layer: K and V of `page_tokens` tokens."""
-        return 2 * self.num_kv_heads * self.page_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
+        """Bytes of one page of one layer: all planes of `page_tokens` tokens."""
+        return self.num_planes * self.num_kv_heads * self.page_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def layer_bytes(self) -> int:
@@ -50,5 +54,5 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     def digest(self) -> str:
         """16 hex digits over everything that the bytes of a page depend on (so not `num_pages`)."""
-        fields = (self.num_layers, self.num_kv_heads, self.head_dim, self.page_tokens, self.dtype)
+        fields = (self.num_layers, self.num_planes, self.num_kv_heads, self.head_dim, self.page_tokens, self.dtype)
         return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]

@@ -15,7 +15,7 @@ import msgspec
 
 from pdd.base.ids import Immediate, Incarnation, NodeName, PageId, ReplicaName, RequestId
 from pdd.lifecycle.request import GenerateRequest, TokenOutput
-from pdd.memory.layout import KvLayout
+from pdd.memory.shape import KvShape
 
 PROTOCOL = 1
 """Raised with every change that an older daemon would misread."""
@@ -58,10 +58,12 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a peer must know of a replica to send it work."""
 
     name: ReplicaName
+    """Of a replica set: ranks that hold a whole KV cache together. A replica with dp > 1 has several, each with pages
+    and requests of its own; to a peer each is a replica to choose."""
     role: str
     model_digest: str
     """Over the packed model's config and weights: equal for equal models."""
-    layout: KvLayout
+    shape: KvShape
     ranks: tuple[RankInfo, ...]
     max_sequences: int
 
@@ -122,12 +124,17 @@ class PrefillRequest(Message, frozen=True):
     source_replica: ReplicaName
     target_replica: ReplicaName
     target_incarnation: Incarnation
-    layout_digest: str
+    shape_digest: str
+    """Of the target's shape, so that both plan the same pieces."""
+    seed: int
+    """Chooses among source ranks that hold the same head."""
     prompt: tuple[int, ...]
     start_token: int
     """First position that the target lacks; a multiple of its page_tokens."""
     target_pages: tuple[PageId, ...]
-    immediate: Immediate
+    """The same pages on every target rank."""
+    immediates: tuple[Immediate, ...]
+    """For each target rank the count that it has armed; the first names the handoff in every other message."""
     lease_s: float
 
 
@@ -164,7 +171,8 @@ class PrefillStopped(Message, frozen=True):
 
     request: RequestId
     immediate: Immediate
-    num_pieces: int
+    num_pieces: tuple[int, ...]
+    """For each target rank, from all source ranks together."""
     reason: str
 
 
