@@ -108,7 +108,7 @@ def _up(args: argparse.Namespace) -> int:
     _packed(topology)  # once, with a progress bar, before the daemons all wait for it
     set_up_logs(args.log_level, node="up")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run_nodes(args.topology, topology.nodes, args.log_level))
+        runner.run(run_nodes(args.topology, topology, args.log_level))
     return 0
 
 

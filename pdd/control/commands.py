@@ -145,7 +145,7 @@ def kv(sockets: Sockets) -> Answer:
 def _pool_row(report: KvReport) -> tuple[object, ...]:
     hits = share(report.hit_tokens / report.queried_tokens) if report.queried_tokens else ""
     pages = (report.num_pages, report.free, report.cached, report.owned, report.quarantined)
-    return (report.replica, *pages, mebibytes(report.page_bytes * report.num_pages), hits)
+    return (report.replica, *pages, mebibytes(report.page_bytes * report.num_layers * report.num_pages), hits)
 
 
 def peers(sockets: Sockets) -> Answer:

@@ -43,8 +43,12 @@ def find_sockets(socket: str | None, topology: str | None, node: str | None) -> 
 
 
 def _of_topology(path: Path) -> dict[str, Path]:
+    """Daemons that systemd or another session of this user started may have another $XDG_RUNTIME_DIR than we have."""
     topology = load(path)
-    return {name: socket_path(run_dir(topology), name) for name in topology.nodes}
+    own = run_dir(topology)
+    others = [] if topology.cluster.run_dir else [root / topology.cluster.name for root in run_roots()]
+    directory = next((it for it in (own, *others) if any(it.glob("*.sock"))), own)
+    return {name: socket_path(directory, name) for name in topology.nodes}
 
 
 def _of_machine() -> dict[str, Path]:

@@ -71,6 +71,8 @@ class Daemon:
                 for task in (serving, signalled, alive):
                     task.cancel()
                 await asyncio.gather(serving, signalled, alive, return_exceptions=True)
+                # Peers go first: what the end of a link brings still needs the replicas' messengers.
+                await self._node.links.close()
 
     async def _open(self, stack: AsyncExitStack) -> None:
         """Everything that listens; a busy port is found before a model is loaded."""
@@ -145,8 +147,11 @@ class Daemon:
         self._notifier.stopping(drain_s)
         try:
             async with asyncio.timeout(drain_s):
-                while num_unfinished := sum(1 for _ in node.running()):
-                    log.info("draining", unfinished=num_unfinished)
+                unfinished = None
+                while num_running := sum(1 for _ in node.running()):
+                    if num_running != unfinished:
+                        log.info("draining", unfinished=num_running)
+                    unfinished = num_running
                     await asyncio.sleep(_DRAIN_POLL_S)
         except TimeoutError:
             log.warning("requests did not end in time", drain_s=drain_s, unfinished=sum(1 for _ in node.running()))

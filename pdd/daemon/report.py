@@ -105,6 +105,7 @@ def _kv(replica: Replica) -> admin.KvReport:
         replica=replica.name,
         num_pages=pool.num_pages,
         page_bytes=replica.layout.page_bytes,
+        num_layers=replica.layout.num_layers,
         free=pool.num_free,
         cached=pool.num_cached,
         owned=pool.num_owned,

@@ -35,10 +35,12 @@ def set_up_logs(level: str, *, node: str) -> None:
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(node=node)
+    # aiohttp tells of each malformed request with a traceback; it has been answered with 400, which is enough.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
 
 
 def on_signals(stop: Callable[[str], None]) -> None:
-    """Calls `stop` with the signal's name. To be called again after libfabric was opened: it installs its own."""
+    """Calls `stop` with the signal's name. (libfabric installs handlers too; the C library puts ours back.)"""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, signal.Signals(number).name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import structlog
@@ -12,17 +11,19 @@ import structlog
 from pdd.base.errors import ReplicaFailed
 from pdd.base.ids import NodeName
 from pdd.daemon.service import on_signals
+from pdd.topology.model import Topology
 
 log = structlog.get_logger(__name__)
 
-_STOP_S = 60.0
+_END_S = 30.0
+"""How long daemons may take to end after their drain."""
 
 
-async def run_nodes(topology_file: Path, nodes: Iterable[NodeName], log_level: str) -> None:
+async def run_nodes(topology_file: Path, topology: Topology, log_level: str) -> None:
     """Returns after a signal, when all daemons have drained. Raises ReplicaFailed when one ended by itself."""
     stopping = asyncio.Event()
     on_signals(lambda _: stopping.set())
-    daemons = {node: await _start(topology_file, node, log_level) for node in nodes}
+    daemons = {node: await _start(topology_file, node, log_level) for node in topology.nodes}
     waits = {asyncio.create_task(daemon.wait()): node for node, daemon in daemons.items()}
     stop = asyncio.create_task(stopping.wait())
     done, _ = await asyncio.wait((stop, *waits), return_when=asyncio.FIRST_COMPLETED)
@@ -30,7 +31,7 @@ async def run_nodes(topology_file: Path, nodes: Iterable[NodeName], log_level: s
     for daemon in daemons.values():
         if daemon.returncode is None:
             daemon.terminate()
-    _, late = await asyncio.wait(waits, timeout=_STOP_S)
+    _, late = await asyncio.wait(waits, timeout=topology.limits.drain_s + _END_S)
     for task in late:
         log.warning("daemon does not end; killing it", daemon=waits[task])
         daemons[waits[task]].kill()

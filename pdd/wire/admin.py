@@ -141,6 +141,8 @@ class KvReport(msgspec.Struct, frozen=True, kw_only=True):
     replica: str
     num_pages: int
     page_bytes: int
+    """Of one layer."""
+    num_layers: int
     free: int
     cached: int
     owned: int

@@ -153,6 +153,13 @@ class Cluster:
         async with asyncio.timeout(SETTLE_S):
             return await daemon.wait()
 
+    async def end_cleanly(self) -> None:
+        """Every daemon that still runs ends with 0 when told to, and none has logged a fault of its own."""
+        for name, daemon in self.daemons.items():
+            if daemon.returncode is None:
+                assert await self.stop(name) == 0, self.log(name)
+            assert "Traceback" not in self.log(name), self.log(name)
+
     async def close(self) -> None:
         await self.session.close()
         for daemon in self.daemons.values():
@@ -193,6 +200,7 @@ def make_cluster(tmp_path: Path) -> MakeCluster:
             await cluster.wait_ready()
             yield cluster
             await cluster.settled()
+            await cluster.end_cleanly()
         finally:
             await cluster.close()
 

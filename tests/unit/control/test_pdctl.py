@@ -234,7 +234,8 @@ def test_kv_fails_when_a_pool_contradicts_itself(start: Start, capsys: pytest.Ca
         one = KvReport(
             replica="decode0/0",
             num_pages=10,
-            page_bytes=2**20,
+            page_bytes=2**18,
+            num_layers=4,
             free=8,
             cached=0,
             owned=0,
