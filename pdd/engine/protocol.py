@@ -39,9 +39,10 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The model is loaded. Three descriptors ride along (SCM_RIGHTS), in this order: the arena (memfd), the layer
-    counter (memfd of one page; a little-endian u64 at offset 0: layers whose KV is in place since the start, never
-    reset), and an eventfd that the executor writes after each raise of the counter."""
+    """The model is loaded. Descriptors ride along (SCM_RIGHTS): the rank's arena (memfd) and, from tp rank 0 only, also
+    the layer counter (memfd of one page; a little-endian u64 at offset 0: layers whose KV is in place on all tp ranks
+    since the start, never reset), and `tp` eventfds that the executor writes after each raise of the counter. There is
+    one for each rank's fabric port, for whoever waits on an eventfd also takes the news away from the others."""
 
     layout: KvLayout
     load_s: float

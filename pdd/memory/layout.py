@@ -34,7 +34,12 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def page_bytes(self) -> int:
         """Bytes of one page of one layer: all planes of `page_tokens` tokens."""
-        return self.num_planes * self.num_kv_heads * self.page_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_planes * self.num_kv_heads * self.page_tokens * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token of one head in one plane."""
+        return self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def layer_bytes(self) -> int:
@@ -47,6 +52,10 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     def offset_bytes(self, layer: int, page: int) -> int:
         """Start of a page of a layer, from the start of the arena."""
         return layer * self.layer_bytes + page * self.page_bytes
+
+    def row_offset_bytes(self, plane: int, head: int, token: int) -> int:
+        """Start of a token of one of this rank's heads, from the start of its page; the next token follows."""
+        return ((plane * self.num_kv_heads + head) * self.page_tokens + token) * self.row_bytes
 
     def num_pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""

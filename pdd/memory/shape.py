@@ -10,9 +10,11 @@ same one (MLA's latent counts as one head, so every rank holds all of it):
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
 
-from pdd.memory.layout import KvLayout
+from pdd.memory.layout import DTYPE_BYTES, KvLayout
 
 
 def heads_of(rank: int, tp: int, num_kv_heads: int) -> range:
@@ -41,3 +43,32 @@ class KvShape(msgspec.Struct, frozen=True, kw_only=True):
     def ranks_with(self, head: int) -> list[int]:
         """All ranks that hold a head, in order."""
         return [rank for rank in range(self.tp) if head in self.heads_of(rank)]
+
+    def digest(self) -> str:
+        """16 hex digits over everything that decides which bytes of a page are whose (so not `num_pages`)."""
+        return hashlib.sha256(repr((self.tp, self.num_kv_heads, self.layout.digest())).encode()).hexdigest()[:16]
+
+    def problems(self) -> tuple[str, ...]:
+        """Why it is no shape at all, a sentence each: a peer may claim anything. Empty: it is one."""
+        layout = self.layout
+        sizes = {
+            "tp": self.tp,
+            "num_kv_heads": self.num_kv_heads,
+            "layout.num_kv_heads": layout.num_kv_heads,
+            "head_dim": layout.head_dim,
+            "page_tokens": layout.page_tokens,
+            "num_layers": layout.num_layers,
+            "num_planes": layout.num_planes,
+        }
+        found = [f"{name}: {value} is below 1" for name, value in sizes.items() if value < 1]
+        if layout.dtype not in DTYPE_BYTES:
+            found.append(f"dtype: {layout.dtype[:20]} is none of {', '.join(DTYPE_BYTES)}")
+        if found:
+            return tuple(found)
+        try:
+            num_held = len(self.heads_of(0))
+        except ValueError as error:
+            return (str(error),)
+        if num_held != layout.num_kv_heads:
+            return (f"layout.num_kv_heads: {layout.num_kv_heads}, but tp {self.tp} of {self.num_kv_heads}: {num_held}",)
+        return ()

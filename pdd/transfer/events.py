@@ -1,4 +1,4 @@
-"""What a messenger tells its owner: the ends of handoffs, and what is wrong with the fabric."""
+"""What messengers and their group tell their owner: the ends of handoffs, and what is wrong with the fabric."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
 
     request: RequestId
     immediate: Immediate
-    num_pieces: int
+    """The first of the ticket's, which names the handoff; here and below."""
+    num_pieces: tuple[int, ...]
+    """For each target rank."""
     num_bytes: int
+    """To all of them."""
 
 
 class Stopped(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,8 +24,8 @@ class Stopped(msgspec.Struct, frozen=True, kw_only=True):
 
     request: RequestId
     immediate: Immediate
-    num_pieces: int
-    """Pieces that were posted, which the target may still have to count."""
+    num_pieces: tuple[int, ...]
+    """For each target rank the pieces that were posted, which it may still have to count."""
     reason: str
 
 
@@ -54,7 +57,8 @@ class Stray(msgspec.Struct, frozen=True):
 
 
 class PortBroken(msgspec.Struct, frozen=True):
-    """The fabric endpoint is gone for good; all handoffs have ended in the events before this one."""
+    """A fabric endpoint is gone for good. Nothing new is taken; all that was under way through it has ended in the
+    events before this one, and the other ranks' parts of those handoffs end as soon as that is safe."""
 
     error: int
     """A positive errno."""

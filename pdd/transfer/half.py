@@ -34,7 +34,7 @@ class Half:
         self._port_error = 0
         self.counters = TransferCounters()
 
-    def _require_port(self) -> None:
+    def require_port(self) -> None:
         """Raises FabricError once the port has failed."""
         if self._port_error:
             raise FabricError(f"the fabric port failed: {os.strerror(self._port_error)}", self._port_error)

@@ -1,18 +1,18 @@
-"""The KV messenger of one replica: every handoff that it sends or receives, between ticket and ready.
+"""The KV messenger of one rank: its part of every handoff that its replica set sends or receives. See group.py.
 
-    decoder                                             prefiller
+    decode rank                                         prefill ranks
       grant     a key for this peer alone  ---------->    connect
-      arm       the count, then the ticket --------->     accept
-      .                                                   announce   each chunk, before it runs
+      arm       the count                  ---------->    open
+      .                                                   send       each chunk, before it runs
       .         <========= pages, layer by layer ====     .
       Arrived   the count is complete                     Sent       pages may be reused
 
     and where it goes wrong
       stopped   <-------- number of pieces posted ---     stop -> Stopped
       Drained   all of those were counted
-      revoke -> Drained (fenced)                          disconnect -> Stopped
+      revoke -> Drained (fenced)                          drop, disconnect -> Stopped
 
-A handoff ends in exactly one of Sent and Stopped at its source, and of Arrived and Drained at its target. Sans-I/O
+A rank's part ends in exactly one of Sent and Stopped at a source, and of Arrived and Drained at a target. Sans-I/O
 above the fabric port: calls never block and never call back. Events that a call brings about are in the next `poll`, so
 poll after calls too. A message that fits no open handoff (late, doubled, unknown) changes nothing and is counted.
 """
@@ -21,19 +21,16 @@ from __future__ import annotations
 
 import os
 
-from pdd.base.errors import BadTicket
 from pdd.fabric.port import CountReached, Event, FabricPort, PortFailed, ProviderInfo, StrayWrite, Watch, WriteDone
 from pdd.memory.layout import KvLayout
-from pdd.transfer.events import Arrived, Drained, PortBroken, Sent, Stopped, Stray, TransferEvent
+from pdd.transfer.events import PortBroken, Stray, TransferEvent
 from pdd.transfer.receiving import Receiving
 from pdd.transfer.sending import Sending
 
-__all__ = ["Arrived", "BadTicket", "Drained", "Messenger", "PortBroken", "Sent", "Stopped", "Stray", "TransferEvent"]
-
 
 class Messenger(Receiving, Sending):
-    """`arena_address`: where the arena of `layout` is in this process. `watch`: the layer counter of the replica's
-    executor; only prefillers have one."""
+    """`arena_address`: where the arena of `layout` is in this process. `watch`: the layer counter of the replica set's
+    lead executor; only prefillers have one."""
 
     def __init__(self, port: FabricPort, layout: KvLayout, arena_address: int, watch: Watch | None = None) -> None:
         super().__init__(port, layout, arena_address)

@@ -1,51 +1,213 @@
-"""Which pages a chunk sends, which bytes of them, and how many pieces the target has to count. Pure.
+"""Which source rank sends what to which target rank, which bytes, and how many pieces each target has to count. Pure.
 
-A sequence's KV is a row of pages of `page_tokens` positions. The target lacks the pages from `start_token` on; prefill
-chunks cut the row anywhere:
+A source and a target share the model, and may differ in everything else: in tensor parallelism, so that a target rank's
+heads lie with several source ranks or are a part of one's; and in `page_tokens`, where one divides the other.
 
-    positions    0        16        32        48   53
-    pages        |    0    |    1    |    2    | 3 |
-    chunks       |--- first ---|-- second --|- last -|
-    sent             0              1         2   3
+Heads: a `Leg` is a source rank, a target rank and a run of heads that both hold. The legs to a target rank cover its
+heads exactly once. Where several source ranks hold the same heads, the seed chooses.
 
-A page is sent by the chunk that completes it, a last page that stays partial by the last chunk. So every page of every
-layer is sent exactly once whatever the chunks are, and both sides know the count before the first byte moves.
+    source tp 2, 4 heads      legs to target tp 1       legs to target tp 4
+    rank 0: 0 1               0 -> 0: heads 0 1         0 -> 0: head 0, 0 -> 1: head 1
+    rank 1: 2 3               1 -> 0: heads 2 3         1 -> 2: head 2, 1 -> 3: head 3
+
+Tokens: a sequence's KV is a row of blocks of `block_tokens`, the smaller of the two page sizes. Block q is a part (or
+all) of one source page and of one target page. The target lacks the blocks from `start_token` on; prefill chunks cut
+the row anywhere:
+
+    positions        0        16        32        48   53
+    source pages     |    0    |    1    |    2    | 3 |         page_tokens 16
+    target pages     |         0         |      1      |         page_tokens 32
+    blocks           |    0    |    1    |    2    | 3 |
+    chunks           |--- first ---|-- second --|- last -|
+    sent                 0              1         2   3
+
+A block is sent by the chunk that completes it, a last block that stays partial by the last chunk. So every block of
+every layer is sent exactly once whatever the chunks are, and both sides know the count before the first byte moves.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+
+import msgspec
+
 from pdd.fabric.port import Piece
 from pdd.memory.layout import KvLayout
+from pdd.memory.shape import KvShape
 
-_COMPARED_FIELDS = ("num_layers", "num_kv_heads", "head_dim", "page_tokens", "dtype")
-
-
-def incompatibilities(source: KvLayout, target: KvLayout) -> tuple[str, ...]:
-    """Why pages of one cannot be written into the other: each field that differs, with both values. Empty: they can."""
-    return tuple(
-        f"{field}: {getattr(source, field)} at the prefiller, {getattr(target, field)} at the decoder"
-        for field in _COMPARED_FIELDS
-        if getattr(source, field) != getattr(target, field)
-    )
+_COMPARED_FIELDS = ("num_layers", "num_planes", "head_dim", "dtype")
 
 
-def page_pieces(source: KvLayout, target: KvLayout) -> tuple[Piece, ...]:
-    """The runs of bytes that carry a source page into its target page. Both must be compatible."""
-    assert not incompatibilities(source, target)
-    return (Piece(source_offset_bytes=0, target_offset_bytes=0, length_bytes=source.page_bytes),)
+class Leg(msgspec.Struct, frozen=True):
+    """One source rank's part in filling one target rank's pages."""
+
+    source_rank: int
+    target_rank: int
+    heads: range
+    """Heads of the model that travel; both ranks hold all of them."""
 
 
-def expected_pieces(layout: KvLayout, num_pages: int) -> int:
-    """What a target with this layout counts for `num_pages` pages: pieces of all layers."""
-    return layout.num_layers * num_pages * len(page_pieces(layout, layout))
+class PagePairs(msgspec.Struct, frozen=True):
+    """Blocks of one phase: what travels between the two pages of each pair are the same pieces."""
+
+    phase: int
+    source_pages: range
+    """By their place in the sequence."""
+    target_pages: range
+
+
+def incompatibilities(source: KvShape, target: KvShape) -> tuple[str, ...]:
+    """Why pages of one cannot be written into the other: each field that does not fit, with both values. Empty: they
+    can. `tp` may differ, and `page_tokens` where one divides the other."""
+    broken = [
+        f"{where}: {problem}" for where, it in (("prefiller", source), ("decoder", target)) for problem in it.problems()
+    ]
+    if broken:
+        return tuple(broken)
+    pairs = {"num_kv_heads": (source.num_kv_heads, target.num_kv_heads)}
+    pairs |= {field: (getattr(source.layout, field), getattr(target.layout, field)) for field in _COMPARED_FIELDS}
+    differing = [_difference(field, *values) for field, values in pairs.items() if values[0] != values[1]]
+    small, big = sorted((source.layout.page_tokens, target.layout.page_tokens))
+    if big % small:
+        sizes = _difference("page_tokens", source.layout.page_tokens, target.layout.page_tokens)
+        differing.append(f"{sizes} (neither divides the other)")
+    return tuple(differing)
+
+
+def _difference(field: str, source: object, target: object) -> str:
+    return f"{field}: {source} at the prefiller, {target} at the decoder"
+
+
+# Heads.
+
+
+def plan_legs(source: KvShape, target: KvShape, seed: int) -> tuple[Leg, ...]:
+    """Who sends what to whom. The shapes must be compatible.
+
+    Ranks that hold the same heads take turns in an order that is shuffled anew for each round: whoever numbers his
+    requests 0, 1, 2 ... loads them evenly, and seeds at random do so on average.
+    """
+    legs = []
+    for target_rank in range(target.tp):
+        heads = target.heads_of(target_rank)
+        first = heads.start
+        while first < heads.stop:
+            source_rank = _choose(source, target, first, target_rank, seed)
+            last = min(heads.stop, source.heads_of(source_rank).stop)
+            legs.append(Leg(source_rank, target_rank, range(first, last)))
+            first = last
+    return tuple(legs)
+
+
+def _choose(source: KvShape, target: KvShape, head: int, target_rank: int, seed: int) -> int:
+    """The source rank that serves a target rank with a head."""
+    holders = source.ranks_with(head)
+    takers = target.ranks_with(head)
+    round_, place = divmod(seed * len(takers) + takers.index(target_rank), len(holders))
+    random.Random(round_).shuffle(holders)  # noqa: S311 (both sides of a test must draw the same)
+    return holders[place]
+
+
+# Tokens.
+
+
+def block_tokens(source: KvShape, target: KvShape) -> int:
+    """Positions that always travel together."""
+    return min(source.layout.page_tokens, target.layout.page_tokens)
+
+
+def num_phases(source: KvShape, target: KvShape) -> int:
+    """Blocks in a page of the side that has the larger ones: block q is number q % num_phases in its page."""
+    return max(source.layout.page_tokens, target.layout.page_tokens) // block_tokens(source, target)
 
 
 def lacking_pages(layout: KvLayout, start_token: int, num_tokens: int) -> range:
     """The pages (by their place in the sequence) that a target needs which has the KV of `start_token` positions, a
-    multiple of `page_tokens`, out of `num_tokens`."""
+    multiple of its `page_tokens`, out of `num_tokens`."""
     return range(start_token // layout.page_tokens, layout.num_pages_for(num_tokens))
 
 
-def completed_pages(layout: KvLayout, start: int, end: int, *, last: bool) -> range:
-    """The pages (by their place in the sequence) that a chunk of positions `start ... end - 1` completes."""
-    return range(start // layout.page_tokens, layout.num_pages_for(end) if last else end // layout.page_tokens)
+def lacking_blocks(source: KvShape, target: KvShape, start_token: int, num_tokens: int) -> range:
+    """The blocks that lie in those pages and have positions of the sequence."""
+    size = block_tokens(source, target)
+    return range(start_token // size, -(-num_tokens // size))
+
+
+def completed_blocks(source: KvShape, target: KvShape, start: int, end: int, *, last: bool) -> range:
+    """The blocks that a chunk of positions `start ... end - 1` completes, after the chunks before it."""
+    size = block_tokens(source, target)
+    return range(start // size, -(-end // size) if last else end // size)
+
+
+def page_pairs(source: KvShape, target: KvShape, blocks: range) -> Iterator[PagePairs]:
+    """Where blocks lie, by phase; phases without blocks are left out."""
+    size, phases = block_tokens(source, target), num_phases(source, target)
+    source_step = phases * size // source.layout.page_tokens
+    target_step = phases * size // target.layout.page_tokens
+    for first in blocks[:phases]:
+        number = len(range(first, blocks.stop, phases))
+        source_first = first * size // source.layout.page_tokens
+        target_first = first * size // target.layout.page_tokens
+        yield PagePairs(
+            phase=first % phases,
+            source_pages=range(source_first, source_first + number * source_step, source_step),
+            target_pages=range(target_first, target_first + number * target_step, target_step),
+        )
+
+
+# Bytes.
+
+
+def leg_pieces(source: KvShape, target: KvShape, leg: Leg) -> tuple[tuple[Piece, ...], ...]:
+    """For each phase the runs of bytes that a leg carries from a source page into its target page, as long as what is
+    contiguous on both sides allows. Equally many in each phase."""
+    return tuple(_phase_pieces(source, target, leg, phase) for phase in range(num_phases(source, target)))
+
+
+def _phase_pieces(source: KvShape, target: KvShape, leg: Leg, phase: int) -> tuple[Piece, ...]:
+    size = block_tokens(source, target)
+    source_head = source.heads_of(leg.source_rank).start
+    target_head = target.heads_of(leg.target_rank).start
+    source_token = phase * size % source.layout.page_tokens
+    target_token = phase * size % target.layout.page_tokens
+    pieces: list[Piece] = []
+    for plane in range(source.layout.num_planes):
+        for head in leg.heads:
+            run = Piece(
+                source_offset_bytes=source.layout.row_offset_bytes(plane, head - source_head, source_token),
+                target_offset_bytes=target.layout.row_offset_bytes(plane, head - target_head, target_token),
+                length_bytes=size * source.layout.row_bytes,
+            )
+            if pieces and _continues(pieces[-1], run):
+                run = Piece(
+                    pieces[-1].source_offset_bytes,
+                    pieces[-1].target_offset_bytes,
+                    pieces.pop().length_bytes + run.length_bytes,
+                )
+            pieces.append(run)
+    return tuple(pieces)
+
+
+def _continues(before: Piece, run: Piece) -> bool:
+    return (
+        before.source_offset_bytes + before.length_bytes == run.source_offset_bytes
+        and before.target_offset_bytes + before.length_bytes == run.target_offset_bytes
+    )
+
+
+def expected_pieces(source: KvShape, target: KvShape, target_rank: int, start_token: int, num_tokens: int) -> int:
+    """What a target rank counts for a handoff: pieces of all layers from all source ranks, whatever the seed."""
+    per_block = sum(
+        len(_phase_pieces(source, target, leg, 0))
+        for leg in plan_legs(source, target, seed=0)
+        if leg.target_rank == target_rank
+    )
+    return target.layout.num_layers * len(lacking_blocks(source, target, start_token, num_tokens)) * per_block
+
+
+def expected_bytes(source: KvShape, target: KvShape, start_token: int, num_tokens: int) -> int:
+    """Bytes of those pieces; the same for every target rank."""
+    layout = target.layout
+    block_bytes = layout.num_planes * layout.num_kv_heads * block_tokens(source, target) * layout.row_bytes
+    return layout.num_layers * len(lacking_blocks(source, target, start_token, num_tokens)) * block_bytes

@@ -15,7 +15,6 @@ from pdd.fabric.port import CountReached, FabricPort, RegisteredMemory
 from pdd.memory.layout import KvLayout
 from pdd.transfer.events import Arrived, Drained
 from pdd.transfer.half import Half
-from pdd.transfer.plan import expected_pieces
 from pdd.transfer.target import Target
 
 
@@ -33,25 +32,29 @@ class Receiving(Half):
             self._grants[peer] = self._port.register(self._arena_address, self._layout.arena_bytes)
         return self._grants[peer]
 
-    def arm(self, request: RequestId, peer: Incarnation, num_pages: int) -> Immediate:
+    def arm(self, request: RequestId, peer: Incarnation, num_pieces: int, num_bytes: int) -> Immediate:
         """Arms the count of a handoff; the ticket may leave afterwards. Raises QueueFull or FabricError."""
-        if request in self._targets or peer not in self._grants or num_pages < 1:
+        if request in self._targets or peer not in self._grants or num_pieces < 1:
             raise InvariantBroken(
-                f"{request}: cannot arm {num_pages} pages for peer {peer}: "
+                f"{request}: cannot arm {num_pieces} pieces for peer {peer}: "
                 f"armed already: {request in self._targets}, peer has a key: {peer in self._grants}"
             )
-        self._require_port()
-        num_pieces = expected_pieces(self._layout, num_pages)
+        self.require_port()
         immediate = self._slots.take()
         try:
             self._port.expect(immediate, num_pieces)
         except FabricError:
             self._slots.give_back(immediate)
             raise
-        num_bytes = self._layout.num_layers * num_pages * self._layout.page_bytes
         target = Target(request=request, immediate=immediate, peer=peer, num_pieces=num_pieces, num_bytes=num_bytes)
         self._targets[request] = self._by_immediate[immediate] = target
         return immediate
+
+    def disarm(self, request: RequestId) -> None:
+        """Takes an `arm` back: the ticket has not left. No event follows."""
+        target = self._targets[request]
+        self._port.unexpect(target.immediate)
+        self._release(target)
 
     def arrived(self, request: RequestId) -> tuple[int, int]:
         """Pieces in place, and expected; (0, 0) for an unknown handoff."""

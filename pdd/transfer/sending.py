@@ -1,6 +1,6 @@
-"""The prefill half of a messenger: tickets become writes, chunk by chunk, and every write is accounted for.
+"""The prefill half of a messenger: parcels become writes, and every write is accounted for.
 
-ticket -> accept -> Source -> announce -> Write -> (waits while the port is busy) -> port -> WriteDone -> Sent
+open -> Source -> send -> Write -> (waits while the port is busy) -> port -> WriteDone -> Sent
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import os
 from collections import deque
 from collections.abc import Sequence
 
-from pdd.base.errors import BadTicket, FabricBusy, FabricError, InvariantBroken
-from pdd.base.ids import Incarnation, PageId, ReplicaName, RequestId
+from pdd.base.errors import FabricBusy, FabricError, InvariantBroken
+from pdd.base.ids import Immediate, Incarnation, RequestId
 from pdd.fabric.port import FabricPort, Token, Watch, Write, WriteDone
 from pdd.memory.layout import KvLayout
 from pdd.transfer.half import Half
-from pdd.transfer.source import Chunk, Connection, LocalArena, RemoteArena, Source, check_ticket
-from pdd.wire.messages import PrefillRequest
+from pdd.transfer.source import Connection, Destination, LocalArena, Parcel, Source, TargetRank
 
 
 class Sending(Half):
@@ -23,69 +22,64 @@ class Sending(Half):
         super().__init__(port, layout, arena_address)
         self._watch: Watch | None = None
         self._local: LocalArena | None = None
-        self._connections: dict[tuple[Incarnation, ReplicaName], Connection] = {}
+        self._connections: dict[TargetRank, Connection] = {}
         self._sources: dict[RequestId, Source] = {}
         self._by_token: dict[Token, Source] = {}
         self._waiting: deque[Write] = deque()
         self._num_tokens = 0
 
-    def connect(self, peer: Incarnation, replica: ReplicaName, address: bytes) -> None:
-        """Makes a target replica reachable. Another address is another life of that replica: what was under way to
-        the old one stops. Raises FabricError."""
-        known = self._connections.get((peer, replica))
-        if known is not None and known.address == address:
+    def connect(self, to: TargetRank, address: bytes) -> None:
+        """Makes a target rank reachable, if it is not. Raises FabricError."""
+        self.require_port()
+        if to in self._connections:
             return
-        if known is not None:
-            self._drop(known, f"{replica} has a new fabric address")
         if self._local is None:
             memory = self._port.register(self._arena_address, self._layout.arena_bytes).memory
             self._local = LocalArena(layout=self._layout, address=self._arena_address, memory=memory)
-        handle = self._port.add_peer(address)
-        self._connections[peer, replica] = Connection(peer=peer, replica=replica, address=address, handle=handle)
+        self._connections[to] = Connection(to, self._port.add_peer(address))
+
+    def drop(self, to: TargetRank, reason: str) -> None:
+        """All that is under way to a target rank stops; it may be connected anew."""
+        connection = self._connections.get(to)
+        if connection is None:
+            return
+        for source in [it for it in self._sources.values() if it.sends_through(connection)]:
+            self._stop(source, reason)
+        self._port.drop_peer(connection.handle)
+        del self._connections[to]
 
     def disconnect(self, peer: Incarnation) -> None:
         """The link is lost: all that is under way to the peer stops."""
-        for connection in [it for it in self._connections.values() if it.peer == peer]:
-            self._drop(connection, f"the link of {connection.replica} was lost")
+        for to in [it for it in self._connections if it.peer == peer]:
+            self.drop(to, f"the link of {to.replica} was lost")
 
-    def accept(self, ticket: PrefillRequest, peer: Incarnation, key: int, base: int, target: KvLayout) -> None:
-        """Opens a handoff to the ticket's target replica, whose memory `key` and `base` name. Raises BadTicket, or
-        FabricError when the port has failed."""
-        self._require_port()
-        connection = self._connections.get((peer, ticket.target_replica))
-        if connection is None or self._local is None:
-            raise BadTicket(f"target_replica: {ticket.target_replica[:100]} of {peer} is not connected")
-        check_ticket(ticket, connection, self._layout, target)
-        if ticket.request in self._sources:
-            raise BadTicket(f"request: {ticket.request[:100]} is still being handed off from here")
-        connection.consume(ticket.immediate)
-        remote = RemoteArena(layout=target, base=base, key=key)
-        self._sources[ticket.request] = Source(ticket, connection, self._local, remote)
+    def open(self, request: RequestId, immediates: Sequence[Immediate], destinations: Sequence[Destination]) -> None:
+        """Begins a handoff: this rank's part goes to `destinations`, connected ones; `immediates` are those of all the
+        target's ranks."""
+        if request in self._sources or not all(it.to in self._connections for it in destinations):
+            raise InvariantBroken(f"{request}: is handed off already, or its target is not connected: {destinations}")
+        ways = [(self._connections[it.to], it) for it in destinations]
+        self._sources[request] = Source(request, immediates, ways)
 
-    def announce(
-        self, request: RequestId, start: int, end: int, *, last: bool, pages: Sequence[PageId], counter_base: int | None
-    ) -> None:
-        """Sends what positions `start ... end - 1` complete; `pages` hold those positions.
-
-        Called before the step that computes them: layer l goes out when the counter is at `counter_base + l + 1`.
-        None: all layers are in place. A handoff that has stopped meanwhile sends nothing.
-        """
+    def send(self, request: RequestId, parcels: Sequence[Parcel], *, counter_base: int | None, last: bool) -> None:
+        """Sends layer l of the parcels' pages when the counter is at `counter_base + l + 1`. None: all layers are in
+        place. A handoff that has stopped meanwhile sends nothing."""
         source = self._sources.get(request)
-        if source is None or source.stop_reason is not None:
+        if source is None or source.stop_reason is not None or self._local is None:
             self.counters.ignored += 1
             return
         if counter_base is not None and self._watch is None:
-            raise InvariantBroken(f"{request}: a chunk waits for a layer counter that this replica does not have")
-        self._num_tokens += 1
-        token = Token(self._num_tokens)
-        chunk = Chunk(start=start, end=end, last=last, pages=tuple(pages), counter_base=counter_base)
-        write = source.write(token, chunk, self._watch)
-        if write is not None:
+            raise InvariantBroken(f"{request}: a chunk waits for a layer counter that this rank does not have")
+        source.complete = last
+        watch = None if counter_base is None else self._watch
+        for parcel in parcels:
+            self._num_tokens += 1
+            token = Token(self._num_tokens)
             self._by_token[token] = source
-            self._waiting.append(write)
-            self._submit()
+            self._waiting.append(source.write(token, self._local, parcel, watch, counter_base or 0))
+        self._submit()
 
-    def stop(self, request: RequestId, reason: str = "stopped") -> None:
+    def stop(self, request: RequestId, reason: str) -> None:
         """Posts nothing more: Stopped once all that was posted has ended. Ended handoffs stay ended."""
         source = self._sources.get(request)
         if source is None:
@@ -105,7 +99,7 @@ class Sending(Half):
                 return
             except FabricError as error:
                 source = self._by_token[write.token]
-                self._stop(source, f"a write to {source.connection.replica} was not taken: {error}")
+                self._stop(source, f"a write to {source.name_of(write.token)} was not taken: {error}")
                 continue  # `_stop` has removed all that waited for this handoff
             self._waiting.popleft()
 
@@ -114,9 +108,10 @@ class Sending(Half):
         if source is None:
             self.counters.ignored += 1
             return
+        name = source.name_of(event.token)
         source.written(event.token, event.num_pieces, event.num_bytes)
         if event.error:
-            self._stop(source, f"a write to {source.connection.replica} failed: {os.strerror(event.error)}")
+            self._stop(source, f"a write to {name} failed: {os.strerror(event.error)}")
         else:
             self._settle(source)
 
@@ -125,8 +120,8 @@ class Sending(Half):
             source.stop_reason = reason
             waiting = {write.token for write in self._waiting if self._by_token[write.token] is source}
             self._waiting = deque(write for write in self._waiting if write.token not in waiting)
-            source.outstanding -= waiting
             for token in waiting:
+                source.withdrawn(token)
                 del self._by_token[token]
             for token in source.outstanding:
                 self._port.cancel(token)
@@ -142,21 +137,15 @@ class Sending(Half):
             del self._sources[source.request]
             self._events.append(end)
 
-    def _drop(self, connection: Connection, reason: str) -> None:
-        for source in [it for it in self._sources.values() if it.connection is connection]:
-            self._stop(source, reason)
-        self._port.drop_peer(connection.handle)
-        del self._connections[connection.peer, connection.replica]
-
     def _check_sources(self) -> list[str]:
         owners = {token: source for source in self._sources.values() for token in source.outstanding}
         problems = [f"write {it.token} waits, but nobody owns it" for it in self._waiting if it.token not in owners]
         if self._by_token != owners:
             problems.append(f"{len(self._by_token)} writes are known, {len(owners)} are outstanding")
         for source in self._sources.values():
-            to = source.connection
             if source.end() is not None:
                 problems.append(f"{source.request}: has ended and is still open")
-            if source.stop_reason is None and self._connections.get((to.peer, to.replica)) is not to:
-                problems.append(f"{source.request}: sends to {to.replica}, which is not connected")
+            lost = [it.to for it in source.connections if self._connections.get(it.to) is not it]
+            if source.stop_reason is None and lost:
+                problems.append(f"{source.request}: sends to {lost[0]}, which is not connected")
         return problems

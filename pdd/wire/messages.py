@@ -127,7 +127,8 @@ class PrefillRequest(Message, frozen=True):
     shape_digest: str
     """Of the target's shape, so that both plan the same pieces."""
     seed: int
-    """Chooses among source ranks that hold the same head."""
+    """Chooses among source ranks that hold the same heads. A decoder that numbers its tickets to a prefiller loads that
+    one's ranks evenly."""
     prompt: tuple[int, ...]
     start_token: int
     """First position that the target lacks; a multiple of its page_tokens."""
