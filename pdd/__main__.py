@@ -16,7 +16,7 @@ import pdd
 from pdd.base.errors import OperatorError, PddError
 from pdd.base.ids import NodeName
 from pdd.daemon.gateway import Gateway
-from pdd.daemon.main import Daemon, max_sequence_tokens
+from pdd.daemon.main import Daemon, check_shapes, max_sequence_tokens
 from pdd.daemon.service import set_up_logs
 from pdd.daemon.up import run_nodes
 from pdd.engine.pack import PackedModel, pack
@@ -81,6 +81,7 @@ def _daemon(args: argparse.Namespace) -> int:
     check_local(topology, args.node)
     key = load_key(topology.cluster.key_file)
     model = _packed(topology)
+    check_shapes(topology, model)
     set_up_logs(args.log_level, node=args.node)
 
     def make_http(gateway: Gateway, http: Http) -> HttpServer:
@@ -105,7 +106,7 @@ def _up(args: argparse.Namespace) -> int:
     for node in topology.nodes:
         check_local(topology, node)
     ensure_key(topology.cluster.key_file)
-    _packed(topology)  # once, with a progress bar, before the daemons all wait for it
+    check_shapes(topology, _packed(topology))  # packed once, with a progress bar, before the daemons all wait for it
     set_up_logs(args.log_level, node="up")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run_nodes(args.topology, topology, args.log_level))

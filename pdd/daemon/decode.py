@@ -12,7 +12,7 @@ from pdd.base.errors import BadRequest, Cancelled, DeadlineExceeded, HandoffFail
 from pdd.base.ids import Incarnation, NodeName, RequestId
 from pdd.daemon.handoff import Handoffs
 from pdd.daemon.records import DecodeRequest, Sink
-from pdd.daemon.replica import Replica
+from pdd.daemon.replica_set import ReplicaSet
 from pdd.daemon.side import Control, Side
 from pdd.engine.plan import Failed, Outcome, Preempted, StepPlan, TokenSampled
 from pdd.lifecycle import events as e
@@ -22,14 +22,14 @@ from pdd.lifecycle.request import FinishReason, GenerateRequest, TokenOutput
 from pdd.lifecycle.table import DECODE, DecodeState
 from pdd.topology.model import Handoff as HandoffPolicy
 from pdd.topology.model import OnHandoffFailure, Role
-from pdd.transfer import messenger as transfer
+from pdd.transfer import events as transfer
 from pdd.wire import messages as wire
 
 
 class DecodeSide(Side[DecodeRequest]):
     """All requests that one local replica decodes."""
 
-    def __init__(self, control: Control, replica: Replica, policy: HandoffPolicy, timeout_s: float) -> None:
+    def __init__(self, control: Control, replica: ReplicaSet, policy: HandoffPolicy, timeout_s: float) -> None:
         super().__init__(control)
         self._replica = replica
         self._policy = policy

@@ -7,18 +7,19 @@ failure they are touched again only when nobody can write into them any more (Dr
 from __future__ import annotations
 
 import asyncio
+import secrets
 
 from pdd.base.errors import NoPath
-from pdd.base.ids import Immediate, Incarnation, NodeName, PageId, ReplicaName, RequestId
+from pdd.base.ids import Immediate, Incarnation, NodeName, PageId, RequestId
 from pdd.daemon.balance import choose_prefiller
 from pdd.daemon.records import DecodeRequest, Handoff
-from pdd.daemon.replica import Replica
+from pdd.daemon.replica_set import ReplicaSet
 from pdd.daemon.side import Control, Side
 from pdd.lifecycle import events as e
 from pdd.lifecycle.table import DecodeState
 from pdd.topology.model import Handoff as HandoffPolicy
 from pdd.topology.model import Role
-from pdd.transfer import messenger as transfer
+from pdd.transfer import events as transfer
 from pdd.wire import messages as wire
 
 _PREFILL_ROLES = frozenset({Role.PREFILL.value})
@@ -28,7 +29,7 @@ _IN_FLIGHT = (DecodeState.PREFILLING, DecodeState.TRANSFERRING)
 class Handoffs:
     """All handoffs into one local replica; `side` holds the requests."""
 
-    def __init__(self, control: Control, replica: Replica, policy: HandoffPolicy, side: Side[DecodeRequest]) -> None:
+    def __init__(self, control: Control, replica: ReplicaSet, policy: HandoffPolicy, side: Side[DecodeRequest]) -> None:
         self._control = control
         self._replica = replica
         self._policy = policy
@@ -43,14 +44,18 @@ class Handoffs:
         if choice is None or peer is None:
             raise NoPath("no prefiller is reachable")
         pages = self._lacking_pages(record)
-        immediate = self._replica.messenger.arm(record.id, peer.incarnation, len(pages))
+        seed = secrets.randbits(32)
+        source = peer.replicas[choice.name].shape
+        start, num_tokens = record.allocation.num_cached_tokens, len(record.prompt) - 1
+        immediates = self._replica.messenger.arm(record.id, peer.incarnation, source, start, num_tokens)
+        immediate = immediates[0]
         record.handoff = Handoff(peer.node, peer.incarnation, choice.name, immediate)
         record.peer = choice.name
         record.attempts += 1
         lease_s = self._policy.lease_s
         record.lease = asyncio.get_running_loop().call_later(lease_s, self._lease_over, record, immediate)
-        self._side.feed(record, e.TicketSent(f"to {choice.name}: {choice.reason}; {len(pages)} pages"))
-        if not self._control.send(peer.node, self._ticket(record, choice.name, pages, immediate)):
+        self._side.feed(record, e.TicketSent(f"to {choice.name}: {choice.reason}; {len(pages)} pages, seed {seed}"))
+        if not self._control.send(peer.node, self._ticket(record, pages, immediates, seed)):
             self._over(record, "the link went down")
             self._replica.messenger.rejected(record.id, immediate)
             self._replica.poll()
@@ -62,18 +67,20 @@ class Handoffs:
         return record.allocation.pages[first : layout.num_pages_for(len(record.prompt) - 1)]
 
     def _ticket(
-        self, record: DecodeRequest, prefiller: ReplicaName, pages: list[PageId], immediate: Immediate
+        self, record: DecodeRequest, pages: list[PageId], immediates: tuple[Immediate, ...], seed: int
     ) -> wire.PrefillRequest:
+        assert record.handoff is not None
         return wire.PrefillRequest(
             request=record.id,
-            source_replica=prefiller,
+            source_replica=record.handoff.prefiller,
             target_replica=self._replica.name,
             target_incarnation=self._control.incarnation,
-            layout_digest=self._replica.layout.digest(),
+            shape_digest=self._replica.shape.digest(),
+            seed=seed,
             prompt=record.prompt,
             start_token=record.allocation.num_cached_tokens,
             target_pages=tuple(pages),
-            immediate=immediate,
+            immediates=immediates,
             lease_s=self._policy.lease_s,
         )
 
@@ -123,7 +130,7 @@ class Handoffs:
         """Closes the peer's memory key. On a provider where that stops nothing, only time makes the pages safe."""
         messenger = self._replica.messenger
         messenger.revoke(incarnation)
-        if not messenger.info.fences:
+        if not messenger.fences:
             for record in self._side.records.values():
                 handoff = record.handoff
                 if handoff is not None and handoff.incarnation == incarnation:
@@ -199,7 +206,7 @@ class Handoffs:
             metrics.ready_after_prefill.observe(self._control.clock.now_s() - moved.prefill_done_s)
         self.end(record)
         self._replica.messenger.forget(record.id)
-        self._side.feed(record, e.Arrived(f"{event.num_pieces} pages, {event.num_bytes} bytes"))
+        self._side.feed(record, e.Arrived(f"{event.num_pieces} pieces, {event.num_bytes} bytes"))
 
     def end(self, record: DecodeRequest) -> None:
         """Nothing of the handoff is waited for any more."""

@@ -11,14 +11,17 @@ from typing import Protocol
 import structlog
 
 from pdd.base.clock import MonotonicClock
+from pdd.base.errors import TopologyInvalid
 from pdd.base.ids import NodeName, new_incarnation
 from pdd.daemon import report
 from pdd.daemon.admin import AdminServer
 from pdd.daemon.gateway import Gateway
 from pdd.daemon.node import Node
-from pdd.daemon.replica import Replica, executor_config
+from pdd.daemon.rank import executor_configs
+from pdd.daemon.replica import Replica
 from pdd.daemon.service import Notifier, on_signals
 from pdd.engine.pack import PackedModel
+from pdd.engine.sharding import check_parallel
 from pdd.engine.worker import plan_layout
 from pdd.topology.model import Http, Role, Topology
 from pdd.topology.run_dir import make_run_dir
@@ -117,6 +120,7 @@ class Daemon:
                     config,
                     self._model,
                     host=topology.nodes[self._name].host,
+                    run_dir=make_run_dir(topology),
                     fabric=topology.fabric,
                     limits=topology.limits,
                     max_sequence_tokens=max_sequence_tokens(topology, self._model),
@@ -124,7 +128,8 @@ class Daemon:
                     metrics=node.metrics,
                 )
                 stack.push_async_callback(replica.stop)
-                node.add_replica(replica)
+                for one in replica.sets:
+                    node.add_set(one)
                 runs.append(asyncio.create_task(replica.run()))
             node.starting = False
             readiness = node.readiness()
@@ -173,7 +178,19 @@ def max_sequence_tokens(topology: Topology, model: PackedModel) -> int:
         most.append(topology.model.max_sequence_tokens)
     for node in topology.nodes:
         for name, config in topology.replicas(node).items():
-            layout = plan_layout(model.config, executor_config(name, config, model))
+            layout = plan_layout(model.config, executor_configs(name, config, model, "")[0])
             if config.role is not Role.PREFILL:
                 most.append(layout.num_pages * layout.page_tokens)
     return min(most)
+
+
+def check_shapes(topology: Topology, model: PackedModel) -> None:
+    """Raises TopologyInvalid, one line a fault, when the model does not divide among the ranks of a replica."""
+    faults = [
+        f"replica {name}: {fault}"
+        for node in topology.nodes
+        for name, config in topology.replicas(node).items()
+        for fault in check_parallel(model.config, config.parallel.tp, config.parallel.dp, config.parallel.ep)
+    ]
+    if faults:
+        raise TopologyInvalid("\n".join(faults))

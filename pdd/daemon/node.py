@@ -19,7 +19,7 @@ from pdd.daemon.metrics import Metrics
 from pdd.daemon.peers import Peer, PeerBook
 from pdd.daemon.prefill import PrefillSide
 from pdd.daemon.records import Record
-from pdd.daemon.replica import Replica
+from pdd.daemon.replica_set import ReplicaSet
 from pdd.daemon.side import Control
 from pdd.daemon.stories import Stories
 from pdd.lifecycle.events import error_info
@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 
 class Node:
-    """Made before its links and replicas; `links` is set and `add_replica` called as they come up."""
+    """Made before its links and replicas; `links` is set and `add_set` called as they come up."""
 
     links: Links
 
@@ -49,7 +49,8 @@ class Node:
         self.draining = False
         self.starting = True
         """Until every replica of this node is up."""
-        self.replicas: dict[ReplicaName, Replica] = {}
+        self.replicas: dict[ReplicaName, ReplicaSet] = {}
+        """Replica sets: each is a replica to everyone but replica.py."""
         self.frontend = Frontend(self.peers, self.send)
         self._decode: dict[ReplicaName, DecodeSide] = {}
         self._prefill: dict[ReplicaName, PrefillSide] = {}
@@ -69,7 +70,7 @@ class Node:
 
     # Replicas.
 
-    def add_replica(self, replica: Replica) -> None:
+    def add_set(self, replica: ReplicaSet) -> None:
         """It is up: its requests get a side, and the peers are told."""
         self.replicas[replica.name] = replica
         if replica.role is Role.PREFILL:
@@ -117,7 +118,7 @@ class Node:
             case wire.Announce():
                 self._pair(self.peers.announce(peer, message))
             case wire.Grant():
-                self._granted(peer, message)
+                self._granted(self.peers.known(peer), message)
             case wire.Submit():
                 self._submitted(peer, message)
             case wire.Cancel():
@@ -172,18 +173,17 @@ class Node:
                     self.peers.seen_roles.add(info.role)
                     self._grant(peer, replica)
 
-    def _grant(self, peer: Peer, replica: Replica) -> None:
-        own = replica.messenger.grant(peer.incarnation)
-        grant = wire.Grant(replica=replica.name, rank=0, address=own.address, key=own.key, base=own.base)
-        self.send(peer.node, grant)
+    def _grant(self, peer: Peer, replica: ReplicaSet) -> None:
+        for rank, own in enumerate(replica.messenger.grant(peer.incarnation)):
+            grant = wire.Grant(replica=replica.name, rank=rank, address=own.address, key=own.key, base=own.base)
+            self.send(peer.node, grant)
 
-    def _granted(self, node: NodeName, grant: wire.Grant) -> None:
-        """A decode replica lets us write to it. It has found that one of ours fits; each that does connects."""
-        peer = self.peers.grant(node, grant)
+    def _granted(self, peer: Peer, grant: wire.Grant) -> None:
+        """A rank of a decode replica lets us write to it: every prefill replica here that fits connects."""
         if grant.replica in peer.replicas and grant.replica not in peer.refused:
             for replica in self.replicas.values():
                 if replica.role is Role.PREFILL:
-                    replica.messenger.connect(peer.incarnation, grant.replica, grant.address)
+                    replica.messenger.connect(peer.incarnation, grant)
 
     # Requests.
 
@@ -247,7 +247,7 @@ class Node:
             reason = f"the ticket is of incarnation {ticket.target_incarnation}, the link of {incarnation}"
         if reason or side is None:
             rejected = wire.PrefillRejected(
-                request=ticket.request, immediate=ticket.immediate, code="not_up", reason=reason
+                request=ticket.request, immediate=ticket.immediates[0], code="not_up", reason=reason
             )
             self.send(peer, rejected)
             return
@@ -285,7 +285,7 @@ class Node:
 
 def _misfit(ours: wire.ReplicaInfo, theirs: wire.ReplicaInfo) -> str:
     """Why two replicas cannot hand over to each other, each field with both values; empty when they can."""
-    differing = list(incompatibilities(ours.layout, theirs.layout))
+    differing = list(incompatibilities(ours.shape, theirs.shape))
     if ours.model_digest != theirs.model_digest:
         differing.append(f"model digest {ours.model_digest} here, {theirs.model_digest} there")
     ours_provider, theirs_provider = ours.ranks[0].fabric_provider, theirs.ranks[0].fabric_provider

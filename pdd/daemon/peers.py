@@ -1,4 +1,4 @@
-"""What this daemon knows of the others: which replicas they run, how loaded those are, and what we may write to.
+"""What this daemon knows of the others: which replicas they run, how loaded those are, and which of theirs fit ours.
 
 A peer is an incarnation: when a node comes back, nothing of its earlier life is believed.
 """
@@ -11,7 +11,7 @@ import msgspec
 
 from pdd.base.ids import Incarnation, NodeName, ReplicaName
 from pdd.daemon.balance import Candidate
-from pdd.wire.messages import Announce, Grant, Load, ReplicaInfo, ReplicaLoad
+from pdd.wire.messages import Announce, Load, ReplicaInfo, ReplicaLoad
 
 
 class Peer(msgspec.Struct):
@@ -19,8 +19,6 @@ class Peer(msgspec.Struct):
     incarnation: Incarnation
     replicas: dict[ReplicaName, ReplicaInfo] = {}
     loads: dict[ReplicaName, ReplicaLoad] = {}
-    grants: dict[ReplicaName, Grant] = {}
-    """Of its decode replicas: the key that it made for us."""
     refused: dict[ReplicaName, str] = {}
     """Replicas that do not fit ours, and why."""
 
@@ -49,10 +47,9 @@ class PeerBook:
     def load(self, node: NodeName, message: Load) -> None:
         self._peers[node].loads = {load.name: load for load in message.replicas}
 
-    def grant(self, node: NodeName, grant: Grant) -> Peer:
-        peer = self._peers[node]
-        peer.grants[grant.replica] = grant
-        return peer
+    def known(self, node: NodeName) -> Peer:
+        """One whose link is up: whoever sends us messages is."""
+        return self._peers[node]
 
     def get(self, node: NodeName) -> Peer | None:
         return self._peers.get(node)
@@ -81,7 +78,7 @@ def _ready(load: ReplicaLoad | None) -> bool:
 def _candidate(info: ReplicaInfo, load: ReplicaLoad | None) -> Candidate:
     return Candidate(
         name=info.name,
-        free_pages=load.free_pages if load else info.layout.num_pages,
+        free_pages=load.free_pages if load else info.shape.layout.num_pages,
         num_queued=load.num_queued if load else 0,
         num_running=load.num_running if load else 0,
         queued_tokens=load.queued_tokens if load else 0,

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import asyncio
 
-from pdd.base.errors import PddError
+from pdd.base.errors import BadTicket, PddError
 from pdd.base.ids import Incarnation, NodeName, RequestId
 from pdd.daemon.records import PrefillJob
-from pdd.daemon.replica import Replica
+from pdd.daemon.replica_set import ReplicaSet
 from pdd.daemon.side import Control, Side
 from pdd.engine.plan import Outcome, PrefillComputed, StepPlan
 from pdd.lifecycle import events as e
 from pdd.lifecycle.events import Effect
 from pdd.lifecycle.machine import Machine
 from pdd.lifecycle.table import PREFILL, PrefillState
-from pdd.transfer import messenger as transfer
+from pdd.transfer import events as transfer
 from pdd.wire import messages as wire
 
 
 class PrefillSide(Side[PrefillJob]):
     """All tickets that one local replica prefills."""
 
-    def __init__(self, control: Control, replica: Replica) -> None:
+    def __init__(self, control: Control, replica: ReplicaSet) -> None:
         super().__init__(control)
         self._replica = replica
 
@@ -36,7 +36,7 @@ class PrefillSide(Side[PrefillJob]):
         known = self.records.get(ticket.request)
         if known is None:
             self.begin(job)
-        elif known.ticket.immediate != ticket.immediate:
+        elif known.ticket.immediates != ticket.immediates:
             self._reject(job, "duplicate", f"request {ticket.request} is being prefilled already")
         else:
             # The same ticket again: a rejection would say that nothing was posted, and the first one may have.
@@ -45,7 +45,7 @@ class PrefillSide(Side[PrefillJob]):
     def cancelled(self, node: NodeName, message: wire.CancelPrefill) -> bool:
         """The decoder wants it no more. False when it means another handoff than the present one."""
         job = self.records.get(message.request)
-        if job is None or job.ticket.immediate != message.immediate or job.node != node:
+        if job is None or job.ticket.immediates[0] != message.immediate or job.node != node:
             return False
         self.feed(job, e.CancelAsked("the decoder cancelled"))
         return True
@@ -94,18 +94,16 @@ class PrefillSide(Side[PrefillJob]):
             self.feed(job, e.Rejected(str(error)))
             return
         job.lease = asyncio.get_running_loop().call_later(job.ticket.lease_s, self._lease_over, job)
-        self.control.send(job.node, wire.PrefillAccepted(request=job.id, immediate=job.ticket.immediate))
+        self.control.send(job.node, wire.PrefillAccepted(request=job.id, immediate=job.ticket.immediates[0]))
         self.admit()
 
     def _accept(self, job: PrefillJob) -> None:
         """Raises PddError when the ticket does not fit what we know of its sender."""
         peer = self.control.peers.get(job.node)
-        ticket = job.ticket
-        grant = peer.grants.get(ticket.target_replica) if peer else None
-        info = peer.replicas.get(ticket.target_replica) if peer else None
-        if grant is None or info is None:
-            raise transfer.BadTicket(f"{ticket.target_replica} has granted us no memory key")
-        self._replica.messenger.accept(ticket, job.incarnation, grant.key, grant.base, info.layout)
+        info = peer.replicas.get(job.ticket.target_replica) if peer else None
+        if info is None:
+            raise BadTicket(f"{job.ticket.target_replica} is no replica of {job.node} that we know")
+        self._replica.messenger.accept(job.ticket, job.incarnation, info.shape)
 
     def admit(self) -> None:
         for admitted in self._replica.admit():
@@ -119,7 +117,7 @@ class PrefillSide(Side[PrefillJob]):
     def _prefill_done(self, job: PrefillJob) -> None:
         news = wire.PrefillEnded(
             request=job.id,
-            immediate=job.ticket.immediate,
+            immediate=job.ticket.immediates[0],
             num_cached_tokens=job.num_cached_tokens,
             compute_s=job.compute_s,
         )
@@ -132,7 +130,7 @@ class PrefillSide(Side[PrefillJob]):
     def _confirm_stop(self, job: PrefillJob) -> None:
         stopped = wire.PrefillStopped(
             request=job.id,
-            immediate=job.ticket.immediate,
+            immediate=job.ticket.immediates[0],
             num_pieces=job.num_posted,
             reason=job.machine.story[-1].reason,
         )
@@ -140,7 +138,7 @@ class PrefillSide(Side[PrefillJob]):
 
     def _reject(self, job: PrefillJob, code: str, reason: str) -> None:
         ticket = job.ticket
-        rejection = wire.PrefillRejected(request=job.id, immediate=ticket.immediate, code=code, reason=reason)
+        rejection = wire.PrefillRejected(request=job.id, immediate=ticket.immediates[0], code=code, reason=reason)
         self.control.send(job.node, rejection)
 
     def _release(self, job: PrefillJob) -> None:
@@ -184,23 +182,24 @@ class PrefillSide(Side[PrefillJob]):
         if not isinstance(event, transfer.Sent | transfer.Stopped):
             return
         job = self.records.get(event.request)
-        if job is None or job.ticket.immediate != event.immediate:
+        if job is None or job.ticket.immediates[0] != event.immediate:
             return  # of a handoff whose request has ended here
         if isinstance(event, transfer.Sent):
             self._all_sent(job, event)
         else:
             job.num_posted = event.num_pieces
-            self.feed(job, e.Stopped(f"{event.num_pieces} pages posted: {event.reason}"))
+            self.feed(job, e.Stopped(f"{sum(event.num_pieces)} pieces posted: {event.reason}"))
 
     def _all_sent(self, job: PrefillJob, event: transfer.Sent) -> None:
         if job.machine.state is PrefillState.PREFILLING:
             job.sent = event
             return
+        num_pieces = sum(event.num_pieces)
         job.num_posted = event.num_pieces
-        job.transfer.num_pieces, job.transfer.num_bytes = event.num_pieces, event.num_bytes
-        self.control.metrics.handoff_pages.labels("out").inc(event.num_pieces)
+        job.transfer.num_pieces, job.transfer.num_bytes = num_pieces, event.num_bytes
+        self.control.metrics.handoff_pages.labels("out").inc(num_pieces)
         self.control.metrics.handoff_bytes.labels("out").inc(event.num_bytes)
-        self.feed(job, e.Sent(f"{event.num_pieces} pages, {event.num_bytes} bytes"))
+        self.feed(job, e.Sent(f"{num_pieces} pieces, {event.num_bytes} bytes"))
 
     def failed(self, error: PddError) -> None:
         for job in list(self.records.values()):

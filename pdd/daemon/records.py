@@ -91,8 +91,8 @@ class PrefillJob(Record):
         self.allocation = Allocation([], 0)
         self.sent: Sent | None = None
         """Kept when the last write ends before the executor has reported the step that made it."""
-        self.num_posted = 0
-        """Pieces that were posted, once the writes have ended."""
+        self.num_posted = (0,) * len(ticket.immediates)
+        """Pieces that were posted to each target rank, once the writes have ended."""
         self.compute_s = 0.0
         """Of the steps that it took part in, perhaps with others."""
         self.lease: asyncio.TimerHandle | None = None

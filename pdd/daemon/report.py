@@ -12,7 +12,7 @@ from pdd.base.errors import BadRequest
 from pdd.base.ids import RequestId
 from pdd.daemon.metrics import Metrics
 from pdd.daemon.node import Node
-from pdd.daemon.replica import Replica
+from pdd.daemon.replica_set import ReplicaSet
 from pdd.wire import admin
 
 
@@ -78,7 +78,7 @@ def refresh_gauges(node: Node) -> None:
         node.metrics.prefix_cache_tokens.labels(replica.name, "hit").set(pool.num_hit_tokens)
 
 
-def _replica(replica: Replica) -> admin.ReplicaStatus:
+def _replica(replica: ReplicaSet) -> admin.ReplicaStatus:
     pool = replica.pool
     return admin.ReplicaStatus(
         name=replica.name,
@@ -97,7 +97,7 @@ def _replica(replica: Replica) -> admin.ReplicaStatus:
     )
 
 
-def _kv(replica: Replica) -> admin.KvReport:
+def _kv(replica: ReplicaSet) -> admin.KvReport:
     pool = replica.pool
     owners = [admin.PageOwner(owner=owner, pages=pages, quarantined=False) for owner, pages in pool.owners().items()]
     owners += [admin.PageOwner(owner=it, pages=pages, quarantined=True) for it, pages in pool.quarantines().items()]

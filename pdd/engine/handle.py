@@ -20,12 +20,12 @@ from pdd.engine.protocol import ExecutorConfig, ExecutorFailed, ExecutorReady, F
 log = structlog.get_logger(__name__)
 
 _MAX_FRAME_BYTES = 64 * 1024 * 1024
-_NUM_DESCRIPTORS = 3
 _STOP_S = 5.0
 
 
 class ExecutorHandle:
-    """A running executor. Made by `start`; `arena_fd`, `counter_fd` and `wake_fd` belong to whoever takes them."""
+    """A running executor. Made by `start`. Its descriptors belong to whoever takes them: `arena_fd`, and of the lead
+    rank of a set `counter_fd` and a wake-up for each rank's port, `wake_fds` (see ExecutorReady)."""
 
     def __init__(
         self,
@@ -33,11 +33,13 @@ class ExecutorHandle:
         process: asyncio.subprocess.Process,
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         ready: ExecutorReady,
-        descriptors: tuple[int, int, int],
+        descriptors: list[int],
     ) -> None:
         self.name = name
         self.ready = ready
-        self.arena_fd, self.counter_fd, self.wake_fd = descriptors
+        self.arena_fd = descriptors[0]
+        self.counter_fd = descriptors[1] if len(descriptors) > 1 else None
+        self.wake_fds = tuple(descriptors[2:])
         self._process = process
         self._reader, self._writer = streams
         self._encoder = msgspec.msgpack.Encoder()
@@ -59,7 +61,8 @@ class ExecutorHandle:
         log.info("executor started", executor=name, pid=process.pid)
         try:
             await asyncio.get_running_loop().sock_sendall(ours, _frame(msgspec.msgpack.encode(config)))
-            message, descriptors = await _receive_ready(ours, name)
+            num_descriptors = 1 if config.rank % config.tp else 2 + config.tp
+            message, descriptors = await _receive_ready(ours, name, num_descriptors)
             streams = await asyncio.open_unix_connection(sock=ours)
         except BaseException:
             ours.close()
@@ -108,13 +111,13 @@ class ExecutorHandle:
             return "it closed its socket but still runs"
 
 
-async def _receive_ready(sock: socket.socket, name: str) -> tuple[ExecutorReady, tuple[int, int, int]]:
+async def _receive_ready(sock: socket.socket, name: str, num_descriptors: int) -> tuple[ExecutorReady, list[int]]:
     descriptors: list[int] = []
     data = bytearray()
     try:
         while len(data) < 4 or len(data) < 4 + _length(data[:4]):
             await _readable(sock)
-            chunk, received, _, _ = socket.recv_fds(sock, 1 << 16, _NUM_DESCRIPTORS)
+            chunk, received, _, _ = socket.recv_fds(sock, 1 << 16, num_descriptors)
             descriptors += received
             if not chunk:
                 raise ReplicaFailed(f"executor {name} ended before its model was loaded; its own message is above")
@@ -123,14 +126,13 @@ async def _receive_ready(sock: socket.socket, name: str) -> tuple[ExecutorReady,
         if isinstance(message, ExecutorFailed):
             kind = ModelInvalid if message.exit_code == ModelInvalid.exit_code else OperatorError
             raise kind(f"executor {name}: {message.message}")
-        if not isinstance(message, ExecutorReady) or len(descriptors) != _NUM_DESCRIPTORS:
+        if not isinstance(message, ExecutorReady) or len(descriptors) != num_descriptors:
             raise ReplicaFailed(f"executor {name} began with {type(message).__name__}, {len(descriptors)} descriptors")
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
-    arena_fd, counter_fd, wake_fd = descriptors
-    return message, (arena_fd, counter_fd, wake_fd)
+    return message, descriptors
 
 
 async def _readable(sock: socket.socket) -> None:

@@ -169,31 +169,24 @@ def _http(topology: Topology) -> Iterator[Problem]:
 
 
 def _pages(topology: Topology) -> Iterator[Problem]:
-    first: tuple[KeyPath, int] | None = None
-    for replica_path, replica in _replicas(topology):
-        path, tokens = (*replica_path, "page_tokens"), replica.page_tokens
+    """Powers of two, so that of any two page sizes one divides the other: pages are cut and joined on the way."""
+    for path, replica in _replicas(topology):
+        tokens = replica.page_tokens
         if tokens > MAX_PAGE_TOKENS or tokens.bit_count() != 1:
             text = f"{tokens} is not a power of two from 1 to {MAX_PAGE_TOKENS}; 16 is usual"
-            yield Problem(at=path, text=text)
-        if replica.role is Role.COLOCATED:
-            continue
-        if first is None:
-            first = (path, tokens)
-        elif tokens != first[1]:
-            text = (
-                f"pages of {tokens} tokens here, but {first[1]} in {dotted(first[0][:-1])}: they must be equal for now"
-            )
-            yield Problem(at=path, text=text, other=(first[0],), relies_on=((*replica_path, "role"),))
+            yield Problem(at=(*path, "page_tokens"), text=text)
 
 
 def _ranks(topology: Topology) -> Iterator[Problem]:
+    """What the file alone can tell; whether the model divides among the ranks is checked when it is known."""
     for path, replica in _replicas(topology):
-        for name in ("tp", "dp", "ep"):
-            count = getattr(replica.parallel, name)
-            if count != 1:
-                yield Problem(
-                    at=(*path, "parallel", name), text=f"{name}: {count}: this version runs one rank per replica"
-                )
+        tp, dp, ep = replica.parallel.tp, replica.parallel.dp, replica.parallel.ep
+        if ep not in (1, tp * dp):
+            yield Problem(
+                at=(*path, "parallel", "ep"),
+                text=f"ep {ep} with tp {tp} and dp {dp}: experts are shared by all {tp * dp} ranks or by none (1)",
+                relies_on=((*path, "parallel", "tp"), (*path, "parallel", "dp")),
+            )
         if len(set(replica.cores)) != len(replica.cores):
             yield Problem(at=(*path, "cores"), text=f"{list(replica.cores)} names a core twice")
 

@@ -114,11 +114,11 @@ class Http(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 class Parallel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tp: Positive = 1
-    """Tensor parallel ranks; this version runs 1."""
+    """Ranks that share every layer, and with it each page of KV cache: a replica set."""
     dp: Positive = 1
-    """Data parallel ranks; this version runs 1."""
+    """Replica sets, each with requests and KV memory of its own."""
     ep: Positive = 1
-    """Expert parallel ranks; this version runs 1."""
+    """Ranks that share the experts of a mixture-of-experts model: all `tp * dp` of them, or 1: each set has all."""
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -129,7 +129,7 @@ nodes:
     http: {port: 7000}
     replicas:
       - {role: decode, kv_bites: 3, page_tokens: 32}
-      - {role: decode, page_tokens: 16, kv_bytes: 512MB}
+      - {role: decode, page_tokens: 17, kv_bytes: 512MB}
 """
     assert [line.split(": ")[0:2] for line in faults(text)] == [
         ["4:16", "cluster.heartbeat_s"],
