@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from conftest import Cluster, MakeCluster, colocated, prefill_and_decode
+from cluster import Cluster, MakeCluster, colocated, prefill_and_decode
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
