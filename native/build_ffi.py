@@ -10,7 +10,7 @@ from cffi import FFI
 
 HERE = Path(__file__).parent if "__file__" in globals() else Path("native")
 SOURCES = ["pdd_fabric.c", "pdd_open.c", "pdd_control.c", "pdd_write.c", "pdd_count.c", "pdd_progress.c"]
-FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-pthread"]
+FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"]
 
 
 def pkg_config(*arguments: str) -> list[str]:

@@ -82,8 +82,8 @@ static int register_with_key(struct pdd_port *port, struct memory *memory)
             return -EIO;
         if (domain->mr_key_size < sizeof key)
             key &= (1ull << 8 * domain->mr_key_size) - 1;
-        rc = fi_mr_reg(port->domain, (void *)memory->address, memory->length_bytes, FI_WRITE | FI_REMOTE_WRITE, 0, key, 0,
-                       &memory->mr, NULL);
+        rc = fi_mr_reg(port->domain, (void *)memory->address, memory->length_bytes, FI_WRITE | FI_REMOTE_WRITE, 0, key,
+                       0, &memory->mr, NULL);
     } while (chooses && rc == -FI_ENOKEY);
     return rc;
 }

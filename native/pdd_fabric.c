@@ -21,7 +21,12 @@ static int call_and_wait(struct pdd_port *port, struct call *call)
 
 int pdd_register(pdd_port *port, uint64_t address, uint64_t length_bytes, struct pdd_memory *memory)
 {
-    struct call call = {.function = pdd_do_register, .address = address, .length_bytes = length_bytes, .memory = memory};
+    struct call call = {
+        .function = pdd_do_register,
+        .address = address,
+        .length_bytes = length_bytes,
+        .memory = memory,
+    };
     uint64_t end;
     memset(memory, 0, sizeof *memory);
     if (!address || !length_bytes || __builtin_add_overflow(address, length_bytes, &end))
@@ -66,11 +71,16 @@ int pdd_unwatch(pdd_port *port, uint32_t watch)
 }
 
 /* ---- writes ---- */
-/* base + (num_layers - 1) * layer + page * page_bytes + offset + length; false when that is past 64 bits. */
-static bool furthest(uint64_t base, uint64_t layers, uint64_t page, uint64_t offset, uint64_t length, uint64_t *end)
+/* The end of the furthest piece: base + (num_layers - 1) * layer_bytes + page * page_bytes + offset + length. False: it
+ * does not fit 64 bits. */
+static bool furthest(uint64_t base, uint64_t layer_bytes, uint64_t num_layers, uint64_t page_bytes, uint64_t page,
+                     uint64_t offset, uint64_t length, uint64_t *end)
 {
-    return !__builtin_add_overflow(base, layers, end) && !__builtin_add_overflow(*end, page, end) &&
-           !__builtin_add_overflow(*end, offset, end) && !__builtin_add_overflow(*end, length, end);
+    uint64_t layers, pages;
+    return !__builtin_mul_overflow(layer_bytes, num_layers - 1, &layers) &&
+           !__builtin_mul_overflow(page_bytes, page, &pages) && !__builtin_add_overflow(base, layers, end) &&
+           !__builtin_add_overflow(*end, pages, end) && !__builtin_add_overflow(*end, offset, end) &&
+           !__builtin_add_overflow(*end, length, end);
 }
 
 static uint32_t greatest(const uint32_t *pages, uint32_t number)
@@ -85,27 +95,26 @@ static uint32_t greatest(const uint32_t *pages, uint32_t number)
 static int check_write(struct pdd_port *port, const struct pdd_write *spec)
 {
     const struct memory *memory = pdd_find_memory(port, spec->memory);
-    uint64_t source_layers, target_layers, source_page, target_page, end, total;
+    uint64_t source_end, target_end, total;
     if (!pdd_find_peer(port, spec->peer) || !memory || (spec->watch && !pdd_find_watch(port, spec->watch)))
         return -ENOENT;
     if (!spec->num_layers || !spec->num_pages || !spec->num_pieces || spec->immediate & WEIGHT_MASK)
         return -EINVAL;
     if (__builtin_mul_overflow((uint64_t)spec->num_layers * spec->num_pages, spec->num_pieces, &total) || total >> 24)
         return -E2BIG;
-    if (__builtin_mul_overflow(spec->source_layer_bytes, spec->num_layers - 1, &source_layers) ||
-        __builtin_mul_overflow(spec->target_layer_bytes, spec->num_layers - 1, &target_layers) ||
-        __builtin_mul_overflow(spec->source_page_bytes, greatest(spec->source_pages, spec->num_pages), &source_page) ||
-        __builtin_mul_overflow(spec->target_page_bytes, greatest(spec->target_pages, spec->num_pages), &target_page))
-        return -ERANGE;
+    uint32_t source_page = greatest(spec->source_pages, spec->num_pages);
+    uint32_t target_page = greatest(spec->target_pages, spec->num_pages);
     for (uint32_t i = 0; i < spec->num_pieces; i++) {
         const struct pdd_piece *piece = &spec->pieces[i];
         if (!piece->length_bytes)
             return -EINVAL;
         if (piece->length_bytes > port->max_message_bytes)
             return -EMSGSIZE;
-        if (!furthest(spec->target_base, target_layers, target_page, piece->target_offset_bytes, piece->length_bytes, &end) ||
-            !furthest(spec->source_base, source_layers, source_page, piece->source_offset_bytes, piece->length_bytes, &end) ||
-            spec->source_base < memory->address || end > memory->address + memory->length_bytes)
+        if (!furthest(spec->target_base, spec->target_layer_bytes, spec->num_layers, spec->target_page_bytes,
+                      target_page, piece->target_offset_bytes, piece->length_bytes, &target_end) ||
+            !furthest(spec->source_base, spec->source_layer_bytes, spec->num_layers, spec->source_page_bytes,
+                      source_page, piece->source_offset_bytes, piece->length_bytes, &source_end) ||
+            spec->source_base < memory->address || source_end > memory->address + memory->length_bytes)
             return -ERANGE;
     }
     return 0;
@@ -114,12 +123,14 @@ static int check_write(struct pdd_port *port, const struct pdd_write *spec)
 /* A write and its arrays in one block. */
 static struct write *copy_write(const struct pdd_write *spec)
 {
-    size_t pieces_bytes = spec->num_pieces * sizeof *spec->pieces, pages_bytes = spec->num_pages * sizeof *spec->source_pages;
+    size_t pieces_bytes = spec->num_pieces * sizeof *spec->pieces;
+    size_t pages_bytes = spec->num_pages * sizeof *spec->source_pages;
     struct write *write = malloc(sizeof *write + pieces_bytes + 2 * pages_bytes);
     if (!write)
         return NULL;
     memset(write, 0, sizeof *write);
-    uint8_t *pieces = (uint8_t *)(write + 1), *source_pages = pieces + pieces_bytes, *target_pages = source_pages + pages_bytes;
+    uint8_t *pieces = (uint8_t *)(write + 1);
+    uint8_t *source_pages = pieces + pieces_bytes, *target_pages = source_pages + pages_bytes;
     write->spec = *spec;
     write->spec.pieces = memcpy(pieces, spec->pieces, pieces_bytes);
     write->spec.source_pages = memcpy(source_pages, spec->source_pages, pages_bytes);

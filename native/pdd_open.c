@@ -209,7 +209,8 @@ static int allocate(struct pdd_port *port, uint32_t max_writes)
     port->slot_cancelled = calloc(max_writes, sizeof *port->slot_cancelled);
     port->free_slots = calloc(max_writes, sizeof *port->free_slots);
     port->live = calloc(max_writes, sizeof *port->live);
-    /* Each write puts at most itself and its cancel into the ring, each reservation one early end, and one call waits. */
+    /* Of commands there are at most: each write and its cancel, a reached count for each reservation, one call that
+     * waits, and the stop. */
     if (!pdd_ring_init(&port->commands, 2 * max_writes + MAX_COUNTS + 2, sizeof(struct command)) ||
         !pdd_ring_init(&port->events, max_writes + MAX_COUNTS + MAX_STRAYS + 1, sizeof(struct pdd_event)) ||
         !port->slot_writes || !port->slot_cancelled || !port->free_slots || !port->live)

@@ -116,7 +116,8 @@ static void advance(const struct pdd_write *spec, struct cursor *cursor)
 }
 
 /* Adds a piece, to the last pair if both its sides go on where that ends. False: it does not fit any more. */
-static bool add_piece(struct batch *batch, uint64_t local, uint64_t remote, uint64_t key, uint64_t bytes, uint32_t max_iov)
+static bool add_piece(struct batch *batch, uint64_t local, uint64_t remote, uint64_t key, uint64_t bytes,
+                      uint32_t max_iov)
 {
     if (batch->num_iov) {
         struct iovec *last = &batch->local[batch->num_iov - 1];
@@ -148,8 +149,9 @@ static void fill(const struct pdd_port *port, const struct write *write, struct 
     while (batch->next.layer == write->cursor.layer && batch->weight < MAX_WEIGHT) {
         const struct pdd_piece *piece = &spec->pieces[batch->next.piece];
         uint64_t bytes = piece->length_bytes;
-        uint64_t from = source + spec->source_pages[batch->next.page] * spec->source_page_bytes + piece->source_offset_bytes;
-        uint64_t to = target + spec->target_pages[batch->next.page] * spec->target_page_bytes + piece->target_offset_bytes;
+        uint64_t source_page = spec->source_pages[batch->next.page], target_page = spec->target_pages[batch->next.page];
+        uint64_t from = source + source_page * spec->source_page_bytes + piece->source_offset_bytes;
+        uint64_t to = target + target_page * spec->target_page_bytes + piece->target_offset_bytes;
         if ((batch->weight && batch->bytes + bytes > max_bytes) ||
             !add_piece(batch, from, to, spec->key, bytes, port->max_iov))
             break;

@@ -251,7 +251,7 @@ def _table(result: ProviderResult) -> Iterator[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--provider", nargs="+", default=["net,tcp,tcp;ofi_rxm", "shm"], metavar="NAME",
+    parser.add_argument("--provider", nargs="+", default=["net,tcp", "shm"], metavar="NAME",
                         help="libfabric's names; several joined by commas: the first that there is")  # fmt: skip
     parser.add_argument("--page-kib", nargs="+", type=int, default=[4, 16, 32, 64, 256, 1024], metavar="KIB")
     parser.add_argument("--latency-kib", nargs="+", type=int, default=[4, 64], metavar="KIB")

@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from conftest import TOY_MODEL, Cluster, MakeCluster, colocated, eventually, free_ports, prefill_and_decode
+from cluster import TOY_MODEL, Cluster, MakeCluster, colocated, eventually, free_ports, prefill_and_decode
 
 HANDOFF_ALL = {"local_prefill_tokens": 0}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MakeCluster, colocated, prefill_and_decode
+from cluster import MakeCluster, colocated, prefill_and_decode
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from conftest import Cluster, MakeCluster, colocated, prefill_and_decode
+from cluster import Cluster, MakeCluster, colocated, prefill_and_decode
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -28,9 +28,10 @@ async def test_a_handed_off_prompt_is_continued_like_a_colocated_one(
     make_cluster: MakeCluster, provider: str, page_tokens: int
 ) -> None:
     lengths = sorted({1, 2, page_tokens - 1, page_tokens, page_tokens + 1, 3 * page_tokens + 5, 700})
-    async with make_cluster(colocated(page_tokens=page_tokens)) as cluster:
+    sizes = {"page_tokens": page_tokens, "chunk_tokens": max(64, page_tokens)}
+    async with make_cluster(colocated(**sizes)) as cluster:
         expected = [await tokens_of(cluster, prompt(length, seed=length)) for length in lengths]
-    nodes = prefill_and_decode(page_tokens=page_tokens)
+    nodes = prefill_and_decode(**sizes)
     handoff = {"local_prefill_tokens": 0}
     async with make_cluster(nodes, handoff=handoff, fabric={"provider": provider}) as cluster:
         answers = [await tokens_of(cluster, prompt(length, seed=length)) for length in lengths]

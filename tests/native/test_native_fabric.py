@@ -30,10 +30,19 @@ def test_the_c_library(build: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     sources = ["tests/native/test_fabric.c", *(f"native/{name}" for name in recipe["SOURCES"])]
     links = ["-pthread", *recipe["pkg_config"]("--cflags"), *recipe["pkg_config"]("--libs")]
     program = tmp_path / "test_fabric"
-    command = [compiler, *recipe["FLAGS"], "-g", *flags, "-Inative", *sources, *links, "-o", str(program)]
+    command = [compiler, *recipe["FLAGS"], "-Werror", "-g", *flags, "-Inative", *sources, *links, "-o", str(program)]
     subprocess.run(command, check=True)
     suppressions = tmp_path / "leaks"
     suppressions.write_text(LEAKS_OF_LIBFABRIC)
     environment = {**os.environ, "LSAN_OPTIONS": f"suppressions={suppressions}:print_suppressions=0"}
     done = subprocess.run([program], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+@pytest.mark.parametrize("compiler", ["gcc", "clang"])
+def test_the_attention_kernels_compile_without_a_warning(compiler: str, tmp_path: Path) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    flags = ["-std=gnu11", "-O3", "-fopenmp", "-fno-math-errno", "-Wall", "-Wextra", "-Werror", "-c"]
+    source = ROOT / "native" / "pdd_attention.c"
+    subprocess.run([compiler, *flags, str(source), "-o", str(tmp_path / "attention.o")], check=True)

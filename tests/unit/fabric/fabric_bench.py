@@ -147,7 +147,7 @@ def make_bench(kind: str) -> Bench:
     if kind == "loopback":
         fabric = LoopbackFabric(seed=7)
         return Bench(kind, fabric.open_port, fabric.run)
-    providers = {"tcp": "net,tcp,tcp;ofi_rxm", "shm": "shm"}[kind]
+    providers = {"tcp": "net,tcp", "shm": "shm"}[kind]
     return Bench(kind, lambda max_writes: LibfabricPort(providers, "127.0.0.1", 0, max_writes), lambda: None)
 
 
