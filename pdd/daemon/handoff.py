@@ -34,6 +34,8 @@ class Handoffs:
         self._replica = replica
         self._policy = policy
         self._side = side
+        self._next_seed = secrets.randbits(32)
+        """One after the other, so that equal source ranks take turns."""
 
     def begin(self, record: DecodeRequest) -> None:
         """Sends a ticket to the best prefiller. Raises PddError when there is none or no count can be armed."""
@@ -44,7 +46,8 @@ class Handoffs:
         if choice is None or peer is None:
             raise NoPath("no prefiller is reachable")
         pages = self._lacking_pages(record)
-        seed = secrets.randbits(32)
+        seed = self._next_seed
+        self._next_seed = (seed + 1) % 2**32
         source = peer.replicas[choice.name].shape
         start, num_tokens = record.allocation.num_cached_tokens, len(record.prompt) - 1
         immediates = self._replica.messenger.arm(record.id, peer.incarnation, source, start, num_tokens)
