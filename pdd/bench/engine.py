@@ -19,9 +19,10 @@ from torch.nn import functional
 
 from pdd.base.ids import SequenceId
 from pdd.engine.config import ModelConfig
-from pdd.engine.models.llama import LlamaModel, load_llama, load_tensors
+from pdd.engine.models.llama import load_llama, load_tensors
 from pdd.engine.models.rope import rope_table
 from pdd.engine.pack import PackedModel, pack
+from pdd.engine.parallel import Parallel
 from pdd.engine.protocol import Row, StartSequence, Step
 from pdd.engine.runner import LayerProgress, Runner
 from pdd.lifecycle.request import SamplingParams
@@ -101,8 +102,8 @@ class Paged:
         arena = Arena.create(layout)
         self._layout = layout
         self._chunk_tokens = args.chunk_tokens
-        progress = LayerProgress(LayerCounter.create(), WakeFd.create())
-        self._model: LlamaModel = load_llama(packed, arena, progress, args.threads)
+        progress = LayerProgress(LayerCounter.create(), [WakeFd.create()])
+        self._model = load_llama(packed, arena, progress, Parallel.solo(), args.threads)
         self._runner = Runner(self._model, layout, config)
         arena.buffer()[:] = bytes(layout.arena_bytes)  # touched, as in service
         self._pages = torch.randperm(layout.num_pages).tolist()

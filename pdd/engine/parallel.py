@@ -21,6 +21,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from pdd.base.errors import OperatorError, ReplicaFailed
 from pdd.engine.protocol import ExecutorConfig
@@ -69,8 +70,7 @@ class Parallel:
         name, num_ranks = f"{config.replica} rank {config.rank}", config.dp * config.tp
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
-            store = dist.FileStore(config.rendezvous, num_ranks)
-            store.set_timeout(timedelta(seconds=JOIN_S))
+            store = _meet(config)
             dist.init_process_group(
                 backend,
                 store=store,
@@ -79,11 +79,14 @@ class Parallel:
                 timeout=timedelta(seconds=COLLECTIVE_S),
                 device_id=device if device.type == "cuda" else None,
             )
-            groups = [list(range(first, first + config.tp)) for first in range(0, num_ranks, config.tp)]
-            tp_group, _ = dist.new_subgroups_by_enumeration(groups, timeout=timedelta(seconds=COLLECTIVE_S))
+            tp_group = None
+            for first in range(0, num_ranks, config.tp):  # every rank has to take part in making every group
+                group = dist.new_group(list(range(first, first + config.tp)), timedelta(seconds=COLLECTIVE_S))
+                if first <= config.rank < first + config.tp:
+                    tp_group = group
         except RuntimeError as error:
             raise OperatorError(
-                f"{name}: the {num_ranks} ranks did not meet at {config.rendezvous} within {JOIN_S:g} s "
+                f"{name}: the {num_ranks} ranks of the replica did not meet at {config.rendezvous} "
                 f"({_first_line(error)}); see why the others did not start"
             ) from error
         ours = (tp_group if config.tp > 1 else None, dist.group.WORLD if config.ep > 1 else None)
@@ -124,7 +127,7 @@ class Parallel:
         received = torch.empty(self.ep, dtype=torch.int64, device=self._device)
         with self._explained("exchange of counts"):
             dist.all_to_all_single(received, torch.tensor(counts, device=self._device), group=self._ep_group)
-        return received.tolist()  # type: ignore[no-any-return]
+        return received.tolist()
 
     def exchange(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
         """Rows change places among the `ep` ranks: the first `send[0]` go to rank 0, and so on; the result holds
@@ -155,6 +158,15 @@ class Parallel:
             raise ReplicaFailed(
                 f"{self._name}: another rank of the replica died or stopped in the {what}: {_first_line(error)}"
             ) from error
+
+
+def _meet(config: ExecutorConfig) -> FileStore:
+    """Returns when all ranks are there. torch would wait, too, but no longer than for any other collective."""
+    num_ranks = config.dp * config.tp
+    store = FileStore(config.rendezvous, num_ranks)
+    store.set(f"here/{config.rank}", "")
+    store.wait([f"here/{rank}" for rank in range(num_ranks)], timedelta(seconds=JOIN_S))
+    return store
 
 
 def _first_line(error: RuntimeError) -> str:

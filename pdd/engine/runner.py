@@ -5,6 +5,7 @@ Nothing here knows torch; a model is anything with `forward(rows)`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -70,21 +71,26 @@ class BatchRow:
 
 
 class LayerProgress:
-    """Tells the daemon's C library, layer by layer, that the KV of a step is in place."""
+    """Tells the daemon's C library, layer by layer, that the KV of a step is in place.
 
-    def __init__(self, counter: LayerCounter, wake: WakeFd) -> None:
+    All ranks of a set tell, but only the lead's counter is seen: it stands for the whole set (docs/adr/0020).
+    """
+
+    def __init__(self, counter: LayerCounter, wakes: Sequence[WakeFd]) -> None:
         self._counter = counter
-        self._wake = wake
+        self._wakes = wakes
 
     def layer_stored(self) -> None:
-        """The KV of one more layer of the running step is stored."""
+        """The KV of one more layer of the running step is stored, on all ranks of the set."""
         self._counter.add(1)
-        self._wake.notify()
+        for wake in self._wakes:
+            wake.notify()
 
 
 class Model(Protocol):
     def forward(self, rows: list[BatchRow]) -> list[Sampled]:
-        """Run the rows, store their KV (telling each layer), and sample where a row asks for it."""
+        """Run the rows, store their KV (telling each layer), and sample where a row asks for it; the lead of a set
+        answers, its other ranks return nothing. Without rows: only take part in what all ranks of the replica do."""
         ...
 
 
@@ -110,7 +116,7 @@ class Runner:
         for start in step.start:
             self._check_pages(start.sequence, start.pages)
             self._sequences[start.sequence] = SequenceState(start)
-        if not step.rows:
+        if not (step.rows or step.joint):
             return []
         sampled = self._model.forward([self._row(row) for row in step.rows])
         for one in sampled:

@@ -23,12 +23,15 @@ import msgspec
 
 from pdd.base.errors import InvariantBroken, OperatorError, PddError, TopologyInvalid
 from pdd.engine.config import ModelConfig
+from pdd.engine.gathering import Gathering
 from pdd.engine.pack import PackedModel, open_packed
 from pdd.engine.protocol import ExecutorConfig, ExecutorFailed, ExecutorReady, FromExecutor, Step, StepDone
 from pdd.engine.runner import LayerProgress, Model, Runner
+from pdd.engine.sharding import check_parallel
 from pdd.engine.toy import ToyModel
 from pdd.memory.arena import Arena, LayerCounter, WakeFd
 from pdd.memory.layout import KvLayout
+from pdd.memory.shape import heads_of
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """Longer frames are refused: a step is a few hundred kilobytes at most."""
@@ -79,13 +82,16 @@ def serve(channel: Channel) -> None:
     _pin(config)
     started_s = time.monotonic()
     packed = open_packed(Path(config.model_dir), config.dtype)
+    if faults := check_parallel(packed.config, config.tp, config.dp, config.ep):
+        raise TopologyInvalid("\n".join(f"{config.replica}: {fault}" for fault in faults))
     arena = Arena.create(plan_layout(packed.config, config))
-    counter, wake = LayerCounter.create(), WakeFd.create()
-    model = build_model(packed, arena, LayerProgress(counter, wake), config.threads)
+    counter, wakes = LayerCounter.create(), _wakes(config)
+    model = build_model(packed, arena, LayerProgress(counter, wakes), config)
     runner = Runner(model, arena.layout, packed.config)
     gc.freeze()  # what was loaded stays: no collection need look at it again
     ready = ExecutorReady(layout=arena.layout, load_s=time.monotonic() - started_s, resident_bytes=resident_bytes())
-    channel.send(ready, (arena.fd, counter.fd, wake.fd))
+    lead_only = (counter.fd, *(wake.fd for wake in wakes)) if wakes else ()
+    channel.send(ready, (arena.fd, *lead_only))
     while (body := channel.receive()) is not None:
         step = _decoded(body, Step)
         started_s = time.monotonic()
@@ -93,15 +99,22 @@ def serve(channel: Channel) -> None:
         channel.send(StepDone(number=step.number, sampled=sampled, compute_s=time.monotonic() - started_s))
 
 
+def _wakes(config: ExecutorConfig) -> list[WakeFd]:
+    """One for each port of the set, on its lead: a port empties the one that it waits for."""
+    is_lead = config.rank % config.tp == 0
+    return [WakeFd.create() for _ in range(config.tp)] if is_lead else []
+
+
 def plan_layout(model: ModelConfig, config: ExecutorConfig) -> KvLayout:
-    """As many pages as `kv_bytes` holds. Raises TopologyInvalid where that is not even one."""
+    """As many pages as `kv_bytes` holds, of the rank's own heads. Raises TopologyInvalid where that is not even one."""
     layout = KvLayout(
         num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
+        num_kv_heads=len(heads_of(config.rank % config.tp, config.tp, model.num_kv_heads)),
         head_dim=model.head_dim,
         page_tokens=config.page_tokens,
         dtype=config.dtype,
         num_pages=0,
+        num_planes=model.num_planes,
     )
     across_layers = layout.num_layers * layout.page_bytes
     num_pages = config.kv_bytes // across_layers
@@ -113,13 +126,13 @@ def plan_layout(model: ModelConfig, config: ExecutorConfig) -> KvLayout:
     return msgspec.structs.replace(layout, num_pages=num_pages)
 
 
-def build_model(packed: PackedModel, arena: Arena, progress: LayerProgress, threads: int) -> Model:
-    """Only an executor whose model needs torch imports it."""
+def build_model(packed: PackedModel, arena: Arena, progress: LayerProgress, config: ExecutorConfig) -> Model:
+    """Returns when all ranks of the replica are there. Only an executor whose model needs torch imports it."""
     if packed.config.architecture == "toy":
-        return ToyModel(packed.config, arena, progress)
-    from pdd.engine.models.llama import load_llama  # noqa: PLC0415
+        return ToyModel(packed.config, arena, progress, Gathering.join(config))
+    from pdd.engine.models.load import load_model  # noqa: PLC0415
 
-    return load_llama(packed, arena, progress, threads)
+    return load_model(packed, arena, progress, config)
 
 
 def resident_bytes() -> int:

@@ -4,7 +4,8 @@ A layer is an attention and an MLP, each of which gives this rank's *summand*: t
 the weights, and only the sum over them is the layer's output.
 
     x --norm--> attention.store --> attention.attend --sum over ranks--(+)--norm--> mlp --sum over ranks--(+)--> x
-                   (K, V, or latents, are now in the cache)
+                   (K, V, or latents,                        |
+                    are now in this rank's cache)     and now in every rank's: the layer counter is raised
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pdd.engine.parallel import Parallel
 from pdd.engine.protocol import Sampled
 from pdd.engine.runner import BatchRow, LayerProgress
 from pdd.engine.sampler import sample
+from pdd.engine.sharding import vocabulary_of
 
 Tensors = dict[str, torch.Tensor]
 Mlp = Callable[[torch.Tensor], torch.Tensor]
@@ -73,52 +75,69 @@ class Decoder:
         self._page_tokens = page_tokens
         self._parallel = parallel
         self._progress = progress
-        self._embed = tensors["embed"]
+        self._vocabulary = vocabulary_of(parallel.tp_rank, parallel.tp, config.vocab_size)
+        self._embed = tensors["embed"][self._vocabulary]
         self._final_norm = tensors["final_norm"]
-        self._head = tensors["embed"] if config.tied_embeddings else tensors["head"]
+        self._head = self._embed if config.tied_embeddings else tensors["head"][self._vocabulary]
 
     def forward(self, rows: list[BatchRow]) -> list[Sampled]:
-        """Without rows, only takes part in what the other data-parallel ranks compute."""
+        """The lead's answer has the tokens, other ranks' nothing. Without rows, only takes part in what the other
+        data-parallel ranks compute."""
         if not rows:
             self.stand_by()
             return []
         plan = BatchPlan(rows, self._page_tokens)
         logits = self.logits(plan)
-        return sample(logits.numpy(), plan.sampled_rows) if plan.sampled_rows else []
+        return [] if logits is None else sample(logits.numpy(), plan.sampled_rows)
 
     @torch.inference_mode()
     def stand_by(self) -> None:
-        nothing = self._embed[:0]
+        nothing = self._embed.new_empty(0, self._config.hidden_size)
         for layer in self._layers:
             layer.mlp(nothing)
 
     @torch.inference_mode()
-    def logits(self, plan: BatchPlan) -> torch.Tensor:
-        """float32 [rows that are sampled, vocabulary]. Stores the KV of all rows, telling each layer.
+    def logits(self, plan: BatchPlan) -> torch.Tensor | None:
+        """float32 [rows that are sampled, vocabulary]; None where there are none, and on ranks that do not lead.
+        Stores the KV of all rows, telling each layer.
 
         Of the last layer only K and V are needed, except for the tokens that are sampled.
         """
-        x = embedding(plan.tokens, self._embed)
+        x = self._embedded(plan.tokens)
         for layer in self._layers[:-1]:
             stored = self._store(layer, plan, x)
             x = self._mix(layer, x, layer.attention.attend(plan, stored))
         layer, sampled = self._layers[-1], plan.sampled
         stored = self._store(layer, plan, x)
         if not sampled.indices:
+            self._parallel.synchronise()
+            self._progress.layer_stored()
             layer.mlp(x[:0])
-            return torch.empty(0, self._config.vocab_size)
+            return None
         seen = layer.attention.attend_queries(sampled, stored[sampled.indices])
         x = rms_norm(self._mix(layer, x[sampled.indices], seen), self._final_norm, self._config.rms_norm_eps)
-        return linear(x, self._head, None).float()
+        return self._parallel.gather_vocabulary(linear(x, self._head, None).float(), self._config.vocab_size)
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden]. Each token's embedding comes from the rank that holds it, and zeros from the others."""
+        if self._parallel.tp == 1:
+            return embedding(tokens, self._embed)
+        first, last = self._vocabulary.start, self._vocabulary.stop
+        x = self._embed.new_zeros(len(tokens), self._config.hidden_size)
+        ours = (tokens >= first) & (tokens < last)
+        x[ours] = self._embed[tokens[ours] - first]
+        return self._parallel.all_reduce(x)
 
     def _store(self, layer: Layer, plan: BatchPlan, x: torch.Tensor) -> torch.Tensor:
-        """What `attend` needs; the layer's part of the cache is complete and the daemon knows."""
-        stored = layer.attention.store(plan, rms_norm(x, layer.attention_norm, self._config.rms_norm_eps))
-        self._progress.layer_stored()
-        return stored
+        """What `attend` needs; the layer's part of this rank's cache is complete."""
+        return layer.attention.store(plan, rms_norm(x, layer.attention_norm, self._config.rms_norm_eps))
 
     def _mix(self, layer: Layer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The rest of a layer after attention: both sums over the ranks, and both residuals."""
+        """The rest of a layer after attention: both sums over the ranks, and both residuals.
+
+        The first sum needs a summand of every rank, and each has stored its KV before: now the counter may be raised.
+        """
         x = x + self._parallel.all_reduce(attended)
+        self._progress.layer_stored()
         normed = rms_norm(x, layer.mlp_norm, self._config.rms_norm_eps)
         return x.add_(self._parallel.all_reduce(layer.mlp(normed)))

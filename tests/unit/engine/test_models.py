@@ -14,8 +14,9 @@ import transformers
 from pdd.base.errors import ModelInvalid, ReplicaFailed
 from pdd.base.ids import SequenceId
 from pdd.engine.attention import BatchPlan
-from pdd.engine.models.llama import LlamaModel, load_llama
+from pdd.engine.models.llama import load_llama
 from pdd.engine.pack import PackedModel, pack
+from pdd.engine.parallel import Parallel
 from pdd.engine.protocol import StartSequence
 from pdd.engine.runner import BatchRow, LayerProgress, SequenceState
 from pdd.engine.sampler import sample
@@ -62,7 +63,8 @@ class Engine:
         )  # fmt: skip
         self.layout = layout
         self.arena, self.counter, self.wake = Arena.create(layout), LayerCounter.create(), WakeFd.create()
-        self.model: LlamaModel = load_llama(packed, self.arena, LayerProgress(self.counter, self.wake), 1)
+        progress = LayerProgress(self.counter, [self.wake])
+        self.model = load_llama(packed, self.arena, progress, Parallel.solo(), 1)
         self.free = torch.randperm(num_pages, generator=torch.Generator().manual_seed(3)).tolist()
 
     def sequence(self, prompt: list[int], room: int) -> SequenceState:
@@ -235,7 +237,7 @@ def test_bfloat16_follows_float32(oracle: Any, saved: Path) -> None:
 def test_weights_are_mapped_not_copied(oracle: Any, packed: PackedModel) -> None:
     assert oracle is not None
     engine = Engine(packed)
-    address = engine.model._layers[1].down.data_ptr()
+    address = engine.model._layers[1].mlp._down.weights[0].data_ptr()
     with open("/proc/self/maps") as maps:
         ranges = [line.split() for line in maps if line.rstrip().endswith(".safetensors")]
     bounds = [tuple(int(end, 16) for end in fields[0].split("-")) for fields in ranges if str(packed.dir) in fields[5]]

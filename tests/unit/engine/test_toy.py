@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pdd.base.errors import InvariantBroken
 from pdd.base.ids import PageId, SequenceId
 from pdd.engine.config import ModelConfig, Rope
+from pdd.engine.gathering import Gathering
 from pdd.engine.protocol import Row, StartSequence, Step
 from pdd.engine.runner import LayerProgress, Runner
 from pdd.engine.toy import ToyModel, continuation
@@ -36,7 +37,7 @@ class Toy:
             num_layers=2, num_kv_heads=2, head_dim=head_dim, page_tokens=page_tokens, dtype=dtype, num_pages=64
         )
         self.arena, self.counter, self.wake = Arena.create(self.layout), LayerCounter.create(), WakeFd.create()
-        self.model = ToyModel(MODEL, self.arena, LayerProgress(self.counter, self.wake))
+        self.model = ToyModel(MODEL, self.arena, LayerProgress(self.counter, [self.wake]), Gathering.solo())
         self.runner = Runner(self.model, self.layout, MODEL)
 
     def start(self, prompt: list[int], pages: list[int], sampling: SamplingParams | None = GREEDY) -> None:

@@ -81,7 +81,8 @@ def config(tmp_path: Path, **changes: object) -> ExecutorConfig:
     (tmp_path / "text.json").write_bytes(msgspec.json.encode(TextConfig(kind="toy")))
     cores = tuple(os.sched_getaffinity(0))[:1]
     values = ExecutorConfig(
-        replica="node/0", rank=0, role="colocated", model_dir=str(tmp_path), dtype="float32", page_tokens=4,
+        replica="node/0", rank=0, tp=1, dp=1, ep=1, rendezvous=str(tmp_path / "meet"), role="colocated",
+        model_dir=str(tmp_path), dtype="float32", page_tokens=4,
         kv_bytes=1 << 20, chunk_tokens=64, max_sequences=4, cores=cores, threads=1,
     )  # fmt: skip
     return msgspec.structs.replace(values, **changes)
