@@ -48,6 +48,8 @@ class YarnScaling(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
 
 
 MAX_LAYERS = 10_000
+MAX_EXPERTS = 1_000_000
+"""Of all layers together."""
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
@@ -65,20 +67,106 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     scaling: RopeScaling = NoScaling()
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder-only transformer with RMS norm, RoPE, grouped-query attention and a SiLU-gated MLP.
+class Moe(msgspec.Struct, frozen=True, kw_only=True):
+    """Mixture of experts in place of the MLP: a router sends each token to a few of many small MLPs.
 
-    llama, mistral, qwen2 and qwen3 differ only in the flags below. The "toy" has no weights: of it only the KV layout's
-    numbers, `vocab_size` and `max_position` mean anything. Raises ValueError for numbers that make no network.
+    Raises ValueError for numbers that make no router.
     """
 
-    architecture: Literal["llama", "toy"]
+    num_experts: int
+    num_experts_per_token: int
+    expert_intermediate_size: int
+    num_shared_experts: int = 0
+    """Every token also goes through an MLP that is so many experts wide."""
+    scoring: Literal["softmax", "sigmoid"]
+    """softmax: over all experts. sigmoid: each expert for itself, and a learned bias per expert helps to choose, but
+    not to weigh (arXiv:2408.15664)."""
+    norm_topk: bool
+    """Whether the weights of the chosen experts are divided by their sum."""
+    num_groups: int = 1
+    """Experts are in so many equal groups; only those of the best `top_groups` can be chosen. A group is as good as
+    its two best experts together (arXiv:2412.19437, section 2.1.2)."""
+    top_groups: int = 1
+    routed_scaling: float = 1.0
+    """What the routed experts' sum is multiplied with."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have an ordinary MLP all the same."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "num_experts_per_token", "expert_intermediate_size", "num_groups", "top_groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        if self.num_shared_experts < 0:
+            raise ValueError(f"num_shared_experts is {self.num_shared_experts}, but must not be negative")
+        if not (self.routed_scaling > 0 and math.isfinite(self.routed_scaling)):
+            raise ValueError(f"routed_scaling is {self.routed_scaling}, but must be positive")
+        if self.num_experts % self.num_groups or (self.num_groups > 1 and self.num_experts < 2 * self.num_groups):
+            raise ValueError(f"{self.num_experts} experts do not make {self.num_groups} groups of two or more")
+        if self.top_groups > self.num_groups:
+            raise ValueError(f"top_groups is {self.top_groups}, but there are only {self.num_groups} groups")
+        eligible = self.num_experts // self.num_groups * self.top_groups
+        if self.num_experts_per_token > eligible:
+            raise ValueError(f"{self.num_experts_per_token} experts per token, but only {eligible} can be chosen")
+
+
+class Mla(msgspec.Struct, frozen=True, kw_only=True):
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1): the cache holds one row per token,
+
+        | latent, normed: kv_lora_rank | rotated key part that all heads share: qk_rope_head_dim |
+
+    from which every head's K and V can be made. To the cache this is one KV head with one plane; a head's score is
+    the product of its query, taken through `k_up`, with that row. Raises ValueError for numbers that make no heads.
+    """
+
+    q_lora_rank: int | None
+    """Width of the latent that queries are made of; None: they are made of the hidden state."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    """Of a head's q and k: the dimensions that RoPE leaves alone, which come first."""
+    qk_rope_head_dim: int
+    v_head_dim: int
+    score_scale: float
+    """What q . k is multiplied with: 1 / sqrt(nope + rope), times YaRN's factor where the context is stretched."""
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def row_dim(self) -> int:
+        """Numbers that a token takes in the cache."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def __post_init__(self) -> None:
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        if self.q_lora_rank is not None and self.q_lora_rank < 1:
+            raise ValueError(f"q_lora_rank is {self.q_lora_rank}, but must be at least 1, or absent")
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim is {self.qk_rope_head_dim}, but RoPE turns pairs of dimensions")
+        if not (self.score_scale > 0 and math.isfinite(self.score_scale)):
+            raise ValueError(f"score_scale is {self.score_scale}, but must be positive")
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoder-only transformer with RMS norm, RoPE, grouped-query or latent attention, and SiLU-gated MLPs.
+
+    llama, mistral, qwen2 and qwen3 differ only in the flags below; qwen3_moe has `moe`; deepseek_v3 has `mla` and
+    `moe`. The "toy" has no weights: of it only the KV layout's numbers, `vocab_size` and `max_position` mean anything.
+    Raises ValueError for numbers that make no network.
+    """
+
+    architecture: Literal["llama", "qwen3_moe", "deepseek_v3", "toy"]
     num_layers: int
     hidden_size: int
     num_heads: int
     num_kv_heads: int
+    """Of the cache: 1 with `mla`."""
     head_dim: int
+    """Of the cache: `mla.row_dim` with `mla`."""
     intermediate_size: int
+    """Of the layers that are not sparse."""
     vocab_size: int
     max_position: int
     """Longest sequence in tokens, prompt and answer together."""
@@ -92,18 +180,35 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """RMS norm of each head's q and k (over head_dim) before RoPE."""
     tied_embeddings: bool
     """The head is the embedding's transpose, and the pack holds no `head`."""
+    moe: Moe | None = None
+    mla: Mla | None = None
     toy_layer_seconds: float = 0.0
+
+    @property
+    def num_planes(self) -> int:
+        """Of the cache: K and V, or the latent alone."""
+        return 1 if self.mla else 2
+
+    @property
+    def shared_intermediate_size(self) -> int:
+        """Of the MLP that every token of a sparse layer goes through; 0 where there is none."""
+        return self.moe.num_shared_experts * self.moe.expert_intermediate_size if self.moe else 0
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer has experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers
 
     def __post_init__(self) -> None:
         names = ["num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_position"]
-        if self.architecture == "llama":
+        if self.architecture != "toy":
             names += ["hidden_size", "intermediate_size"]
         for name in names:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        self._check_parts()
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} attention heads do not divide among {self.num_kv_heads} KV heads")
-        if self.head_dim % 2:
+        if self.head_dim % 2 and not self.mla:
             raise ValueError(f"head_dim is {self.head_dim}, but RoPE turns pairs of dimensions")
         if self.num_layers > MAX_LAYERS:
             raise ValueError(f"num_layers is {self.num_layers}; pdd takes more than {MAX_LAYERS} for damage")
@@ -113,6 +218,24 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, value in {"rms_norm_eps": self.rms_norm_eps, "toy_layer_seconds": self.toy_layer_seconds}.items():
             if not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"{name} is {value}, but must not be negative")
+
+    def _check_parts(self) -> None:
+        parts = {
+            "llama": (False, False),
+            "qwen3_moe": (True, False),
+            "deepseek_v3": (True, True),
+            "toy": (False, False),
+        }
+        if (self.moe is not None, self.mla is not None) != parts[self.architecture]:
+            raise ValueError(f"architecture {self.architecture!r} has other parts (moe, mla) than are given")
+        if self.mla and (self.num_kv_heads, self.head_dim) != (1, self.mla.row_dim):
+            raise ValueError(
+                f"a latent cache has 1 head of {self.mla.row_dim}, not {self.num_kv_heads} of {self.head_dim}"
+            )
+        if self.moe and self.num_layers * self.moe.num_experts > MAX_EXPERTS:
+            raise ValueError(
+                f"{self.moe.num_experts} experts a layer; pdd takes more than {MAX_EXPERTS} in all for damage"
+            )
 
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ Before a daemon starts its executors it calls `pack`, which is quick where the p
     $PDD_CACHE/packed/<digest>/config.json                  ModelConfig
                                text.json                    TextConfig
                                tokenizer.json               for Hugging Face's tokenizers
-                               weights-<dtype>.safetensors  the tensors of weights/source.py; the toy has none
+                               weights-<dtype>.safetensors  the tensors of weights/tensors.py; the toy has none
     $PDD_CACHE/packed/<digest>.lock
     $PDD_CACHE/sources/*.json                               digests of sources that were seen
 
@@ -29,9 +29,10 @@ from pdd.engine.weights import huggingface, identity, safetensors_file
 from pdd.engine.weights.cache import explained, locked, remove_leftovers, replace_file, replacing
 from pdd.engine.weights.gguf import open_gguf
 from pdd.engine.weights.json_file import read_json
-from pdd.engine.weights.source import Floats, Source, StoredTensor, packed_tensors
+from pdd.engine.weights.source import Floats, Source, StoredTensor
+from pdd.engine.weights.tensors import PackedTensor, packed_tensors
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Part of the digest: raise it whenever the same source would be packed into other bytes."""
 _AGAIN = "pack the model again"
 _BLOCK_ITEMS = 1 << 20
@@ -138,32 +139,38 @@ def _write(directory: Path, source: Source, dtype: Dtype, unchanged: Callable[[]
     if not tensors:
         return
     with replacing(directory / f"weights-{dtype}.safetensors") as temporary:
-        safetensors_file.write(temporary, dtype, tensors, _blocks(source, report))
+        safetensors_file.write(temporary, dtype, tensors, _Reader(source, tensors, report).blocks)
         if not unchanged():
             raise ModelInvalid(f"{source.path}: the files changed while they were being packed; start again")
 
 
-def _blocks(source: Source, report: Progress) -> Iterator[Floats]:
-    """All numbers of the source in the order of the pack."""
-    pieces = [piece for tensor in packed_tensors(source.config) for piece in tensor.pieces]
-    all_items = sum(math.prod(piece.shape) for piece in pieces)
-    done_items = 0
-    for piece in pieces:
-        for block in _row_blocks(source.pieces[piece.name]):
-            if not np.isfinite(block).all():
-                raise ModelInvalid(
-                    f"{source.pieces[piece.name].where} holds a NaN or an infinity: the file is damaged; fetch it again"
-                )
-            yield block
-            done_items += block.size
-            report("convert", done_items / all_items)
+class _Reader:
+    """Reads a source tensor by tensor and tells how far it is."""
+
+    def __init__(self, source: Source, tensors: list[PackedTensor], report: Progress) -> None:
+        self._source = source
+        self._report = report
+        self._num_items = sum(math.prod(tensor.shape) for tensor in tensors)
+        self._num_done = 0
+
+    def blocks(self, tensor: PackedTensor) -> Iterator[Floats]:
+        """The numbers of a packed tensor, in order."""
+        for piece in tensor.pieces:
+            stored = self._source.pieces[piece.name]
+            for block in _row_blocks(stored):
+                if not np.isfinite(block).all():
+                    raise ModelInvalid(
+                        f"{stored.where} holds a NaN or an infinity: the file is damaged; fetch it again"
+                    )
+                yield block
+                self._num_done += block.size
+                self._report("convert", self._num_done / self._num_items)
 
 
 def _row_blocks(stored: StoredTensor) -> Iterator[Floats]:
-    num_rows = stored.shape[0]
-    step = max(_BLOCK_ITEMS // math.prod(stored.shape[1:]), 1)
-    for start in range(0, num_rows, step):
-        yield stored.rows(start, min(start + step, num_rows))
+    step = max(_BLOCK_ITEMS // (math.prod(stored.shape) // stored.num_rows), 1)
+    for start in range(0, stored.num_rows, step):
+        yield stored.rows(start, min(start + step, stored.num_rows))
 
 
 def _dtype(dtype: str) -> Dtype:

@@ -22,9 +22,9 @@ from pdd.engine.config import (
     YarnScaling,
     yarn_attention_factor,
 )
-from pdd.engine.weights.gguf_file import GgufFile, RowOrder
+from pdd.engine.weights.gguf_file import GgufFile
 from pdd.engine.weights.gguf_tokenizer import build_tokenizer, read_text
-from pdd.engine.weights.source import Floats, Source, StoredTensor, bind
+from pdd.engine.weights.source import Floats, RowOrder, Source, StoredTensor, bind
 from pdd.engine.weights.tokenizer_checks import check_vocabulary
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")

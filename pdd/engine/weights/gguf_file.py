@@ -23,7 +23,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from pdd.base.errors import ModelInvalid
-from pdd.engine.weights.source import Floats, StoredTensor
+from pdd.engine.weights.source import Floats, RowOrder, StoredTensor
 
 READABLE = tuple(
     GGMLQuantizationType[name]
@@ -37,7 +37,6 @@ _DEFAULT_ALIGNMENT_BYTES = 32
 
 Value = int | float | bool | str | list[int] | list[float] | list[bool] | list[str]
 T = TypeVar("T", bound=Value)
-RowOrder = npt.NDArray[np.intp]
 
 
 class _Damaged(Exception):

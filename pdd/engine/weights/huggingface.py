@@ -1,4 +1,4 @@
-"""A Hugging Face directory as a source: safetensors weights of llama, mistral, qwen2 and qwen3.
+"""A Hugging Face directory as a source: safetensors weights of the kinds in huggingface_config.py.
 
 Nothing is unpickled, no code of the directory is run. How configurations are read is in huggingface_config.py, how
 tokens and templates are in huggingface_text.py.
@@ -12,7 +12,7 @@ import msgspec
 
 from pdd.base.errors import ModelInvalid
 from pdd.engine.config import ModelConfig
-from pdd.engine.weights import huggingface_text, safetensors_file
+from pdd.engine.weights import huggingface_layout, huggingface_text, safetensors_file
 from pdd.engine.weights.huggingface_config import read_config
 from pdd.engine.weights.json_file import read_json
 from pdd.engine.weights.source import Source, StoredTensor, bind
@@ -37,9 +37,27 @@ _NAMES = {
     "up_bias": "model.layers.{}.mlp.up_proj.bias",
     "down": "model.layers.{}.mlp.down_proj.weight",
     "down_bias": "model.layers.{}.mlp.down_proj.bias",
+    "q_a": "model.layers.{}.self_attn.q_a_proj.weight",
+    "q_a_bias": "model.layers.{}.self_attn.q_a_proj.bias",
+    "q_a_norm": "model.layers.{}.self_attn.q_a_layernorm.weight",
+    "q_b": "model.layers.{}.self_attn.q_b_proj.weight",
+    "kv_a": "model.layers.{}.self_attn.kv_a_proj_with_mqa.weight",
+    "kv_a_bias": "model.layers.{}.self_attn.kv_a_proj_with_mqa.bias",
+    "kv_a_norm": "model.layers.{}.self_attn.kv_a_layernorm.weight",
+    "k_up": f"model.layers.{{}}.{huggingface_layout.K_UP}",
+    "v_up": f"model.layers.{{}}.{huggingface_layout.V_UP}",
+    "router": "model.layers.{}.mlp.gate.weight",
+    "router_bias": "model.layers.{}.mlp.gate.e_score_correction_bias",
+    "expert_gate": "model.layers.{}.mlp.experts.{}.gate_proj.weight",
+    "expert_up": "model.layers.{}.mlp.experts.{}.up_proj.weight",
+    "expert_down": "model.layers.{}.mlp.experts.{}.down_proj.weight",
+    "shared_gate": "model.layers.{}.mlp.shared_experts.gate_proj.weight",
+    "shared_up": "model.layers.{}.mlp.shared_experts.up_proj.weight",
+    "shared_down": "model.layers.{}.mlp.shared_experts.down_proj.weight",
     "final_norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
+_CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
@@ -50,7 +68,7 @@ class _Index(msgspec.Struct):
 
 def files(directory: Path) -> list[Path]:
     """Every file that says what the model is. Raises ModelInvalid where `config.json` or a shard is missing."""
-    config = directory / "config.json"
+    config = directory / _CONFIG
     if not config.is_file():
         raise ModelInvalid(f"{config} is missing: {directory} is no Hugging Face model directory{_ggufs(directory)}")
     texts = [directory / name for name in (*huggingface_text.FILES, _INDEX)]
@@ -59,7 +77,7 @@ def files(directory: Path) -> list[Path]:
 
 def open_huggingface(directory: Path) -> Source:
     """Raises ModelInvalid for anything that is missing, damaged, or of a kind that pdd does not run."""
-    config = read_config(directory / "config.json")
+    config = read_config(directory / _CONFIG)
     tokenizer = huggingface_text.read_tokenizer(directory, config)
     text = huggingface_text.read_text(directory, config, tokenizer)
     if config.architecture == "toy":
@@ -87,6 +105,7 @@ def _weights(directory: Path, config: ModelConfig) -> tuple[dict[str, StoredTens
     stored: dict[str, StoredTensor] = {}
     for path in paths:
         stored.update(safetensors_file.stored_tensors(path))
+    stored = huggingface_layout.arranged(directory / _CONFIG, config, stored)
     idle = {name for name in stored if name.endswith(".rotary_emb.inv_freq")}
     return stored, frozenset(idle | ({_NAMES["head"]} if config.tied_embeddings else set()))
 

@@ -1,10 +1,12 @@
 """Hugging Face's `config.json` as a ModelConfig: what pdd runs is translated, everything else refused with its reason.
 
-Field names and defaults are those of transformers' configuration classes for llama, mistral, qwen2 and qwen3.
+Field names and defaults are those of transformers' configuration classes for llama, mistral, qwen2 and qwen3, and for
+what they have in common also of qwen3_moe and deepseek_v3 (the rest is in huggingface_moe.py).
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,14 @@ from pdd.engine.config import (
     LinearScaling,
     Llama3Scaling,
     ModelConfig,
+    Moe,
     NoScaling,
     Rope,
     RopeScaling,
     YarnScaling,
     yarn_attention_factor,
 )
+from pdd.engine.weights.huggingface_moe import read_deepseek_moe, read_mla, read_qwen_moe
 from pdd.engine.weights.json_file import read_json
 
 ARCHITECTURES = {
@@ -28,8 +32,14 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 TOY = "PddToyModel"
+
+
+class _Quantization(msgspec.Struct):
+    quant_method: str
 
 
 class _Kind(msgspec.Struct):
@@ -138,24 +148,41 @@ def _translate(path: Path, network: _Network) -> ModelConfig:
         raise ModelInvalid(f"{path}: num_attention_heads is {heads}")
     rope = network.rope_parameters or network.rope_scaling or _Rope()
     scaling = _scaling(path, network, rope)
+    moe, mla = _moe(path, network), None
+    num_kv_heads = network.num_key_value_heads or heads
+    head_dim = network.head_dim or (128 if kind == "qwen3" else network.hidden_size // heads)
+    if kind == "deepseek_v3":
+        mla = read_mla(path, getattr(scaling, "factor", 1.0), rope.mscale_all_dim or 0.0)
+        num_kv_heads, head_dim = 1, mla.row_dim
     return ModelConfig(
-        architecture="llama",
+        architecture="deepseek_v3" if mla else "qwen3_moe" if moe else "llama",
         num_layers=network.num_hidden_layers,
         hidden_size=network.hidden_size,
         num_heads=heads,
-        num_kv_heads=network.num_key_value_heads or heads,
-        head_dim=network.head_dim or (128 if kind == "qwen3" else network.hidden_size // heads),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         intermediate_size=network.intermediate_size,
         vocab_size=network.vocab_size,
         max_position=_max_position(network, scaling, rope),
         rms_norm_eps=network.rms_norm_eps,
         rope=Rope(base=rope.rope_theta or network.rope_theta, scaling=scaling),
-        qkv_bias=kind == "qwen2" or (kind in ("llama", "qwen3") and network.attention_bias),
-        output_bias=kind in ("llama", "qwen3") and network.attention_bias,
+        qkv_bias=kind == "qwen2" or (kind != "mistral" and network.attention_bias),
+        output_bias=kind not in ("mistral", "qwen2") and network.attention_bias,
         mlp_bias=kind == "llama" and network.mlp_bias,
-        qk_norm=kind == "qwen3",
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
         tied_embeddings=network.tie_word_embeddings,
+        moe=moe,
+        mla=mla,
     )
+
+
+def _moe(path: Path, network: _Network) -> Moe | None:
+    match network.model_type:
+        case "qwen3_moe":
+            return read_qwen_moe(path, network.num_hidden_layers)
+        case "deepseek_v3":
+            return read_deepseek_moe(path, network.num_hidden_layers)
+    return None
 
 
 def _check_kind(path: Path, kind: _Kind) -> None:
@@ -171,7 +198,10 @@ def _check(path: Path, network: _Network) -> None:
     if network.hidden_act != "silu":
         raise ModelInvalid(f"{path}: hidden_act is {network.hidden_act!r}; pdd computes silu only")
     if bytes(network.quantization_config) != b"null":
-        raise ModelInvalid(f"{path}: quantization_config is set; pdd reads unquantised safetensors, or GGUF files")
+        raise ModelInvalid(
+            f"{path}: quantization_config is set ({_quantization(network)}); pdd reads unquantised "
+            f"safetensors, or GGUF files: use the model's bfloat16 files, or convert these to bfloat16"
+        )
     window = network.sliding_window
     slides = network.model_type == "mistral" or network.use_sliding_window
     if slides and network.model_type != "llama" and window is not None and window < network.max_position_embeddings:
@@ -182,6 +212,13 @@ def _check(path: Path, network: _Network) -> None:
     rope = network.rope_parameters or network.rope_scaling or _Rope()
     if network.partial_rotary_factor != 1 or rope.partial_rotary_factor != 1:
         raise ModelInvalid(f"{path}: partial_rotary_factor is set; pdd turns whole heads only")
+
+
+def _quantization(network: _Network) -> str:
+    """Its method, for a message."""
+    with suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(network.quantization_config, type=_Quantization).quant_method
+    return "of an unknown kind"
 
 
 def _scaling(path: Path, network: _Network, rope: _Rope) -> RopeScaling:

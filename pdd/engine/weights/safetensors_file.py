@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from pdd.base.errors import ModelInvalid
 from pdd.engine.config import Dtype
-from pdd.engine.weights.source import Floats, PackedTensor, StoredTensor
+from pdd.engine.weights.source import Floats, StoredTensor
+from pdd.engine.weights.tensors import PackedTensor
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
@@ -73,22 +74,25 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     return {name: _stored(path, name, entry, data[header.data_start :]) for name, entry in header.tensors.items()}
 
 
-def write(path: Path, dtype: Dtype, tensors: list[PackedTensor], blocks: Iterator[Floats]) -> None:
-    """Write `tensors` whose values arrive as `blocks` of whole rows, in order. The disk space is claimed first, so that
-    a full disk is known before the work. Raises OSError."""
-    item_bytes = ITEM_BYTES[_NAMES[dtype]]
+def write(
+    path: Path, dtype: Dtype, tensors: list[PackedTensor], blocks: Callable[[PackedTensor], Iterator[Floats]]
+) -> None:
+    """Write `tensors`; the values of each arrive in order as `blocks` of any size. The disk space is claimed first, so
+    that a full disk is known before the work. Raises OSError."""
     entries, offset = {}, 0
     for tensor in tensors:
-        end = offset + math.prod(tensor.shape) * item_bytes
-        entries[tensor.name] = Entry(_NAMES[dtype], tensor.shape, (offset, end))
+        stored_as = _NAMES[tensor.dtype or dtype]
+        end = offset + math.prod(tensor.shape) * ITEM_BYTES[stored_as]
+        entries[tensor.name] = Entry(stored_as, tensor.shape, (offset, end))
         offset = end
     header = msgspec.json.encode(entries)
     header += b" " * (-(8 + len(header)) % _ALIGNMENT_BYTES)
     with path.open("xb") as file:
         os.posix_fallocate(file.fileno(), 0, 8 + len(header) + offset)
         file.write(len(header).to_bytes(8, "little") + header)
-        for block in blocks:
-            file.write(_encoded(block, dtype).data)
+        for tensor in tensors:
+            for block in blocks(tensor):
+                file.write(_encoded(block, tensor.dtype or dtype).data)
         file.flush()
         os.fsync(file.fileno())
 
@@ -125,9 +129,10 @@ def _stored(path: Path, name: str, entry: Entry, data: Bytes) -> StoredTensor:
             raise ModelInvalid(
                 f"{where} is stored as {entry.dtype}; pdd reads F32, F16 and BF16: use the model's unquantised files"
             )
-        row_bytes = math.prod(shape[1:]) * stored_as.itemsize
+        width = shape[-1:] if len(shape) > 1 else ()
+        row_bytes = math.prod(width) * stored_as.itemsize
         raw = np.ascontiguousarray(data[begin:end][start * row_bytes : stop * row_bytes])
-        return _as_float32(raw.view(stored_as), entry.dtype).reshape(stop - start, *shape[1:])
+        return _as_float32(raw.view(stored_as), entry.dtype).reshape(stop - start, *width)
 
     return StoredTensor(where, shape, rows)
 

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -22,6 +24,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB_SIZE = 272
@@ -41,7 +45,19 @@ FAMILIES = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
 }
+FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+        "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+        "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -62,10 +78,13 @@ def write_huggingface(
     torch.manual_seed(0)
     if family == "mistral":
         options.setdefault("sliding_window", None)
-    model = model_class(config_class(**(SIZES | options)))
+    model = model_class(config_class(**(SIZES | FAMILY_SIZES.get(family, {}) | options)))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_()
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(directory, max_shard_size=shard)
     byte_tokenizer().save(str(directory / "tokenizer.json"))
