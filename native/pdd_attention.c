@@ -97,12 +97,13 @@ INLINE void prefetch_row(const char *row, int64_t row_bytes)
 
 /* scores[head][token] = q[head] . k[token] */
 INLINE void block_scores(float scores[][BLOCK], const struct heads *heads, const void *k, int32_t num_tokens,
-                         int32_t dim, const char *next, int64_t v_bytes, const int group, const int type)
+                         int32_t dim, const char *next, int64_t to_v_bytes, const int group, const int type)
 {
     const int64_t row_bytes = dim * element_bytes(type);
     for (int32_t token = 0; token < num_tokens; token++) {
         prefetch_row(next + token * row_bytes, row_bytes);
-        prefetch_row(next + v_bytes + token * row_bytes, row_bytes);
+        if (to_v_bytes)
+            prefetch_row(next + to_v_bytes + token * row_bytes, row_bytes);
         vec dot[MAX_GROUP] = {{0}};
         int64_t at = (int64_t)token * dim;
         int32_t d = 0;
@@ -180,7 +181,8 @@ INLINE void attend_group(const struct pdd_cache *cache, const int32_t *pages, in
 {
     const int64_t dim = cache->head_dim, page_tokens = cache->page_tokens;
     const int64_t row_bytes = dim * element_bytes(type), head_bytes = page_tokens * row_bytes;
-    const int64_t v_bytes = cache->num_kv_heads * head_bytes;
+    const int64_t plane_bytes = cache->num_kv_heads * head_bytes, to_v_bytes = cache->latent ? 0 : plane_bytes;
+    const int64_t page_bytes = plane_bytes + to_v_bytes;
     float scores[MAX_GROUP][BLOCK], scale[MAX_GROUP];
     for (int h = 0; h < group; h++) {
         heads->max[h] = -INFINITY;
@@ -190,16 +192,16 @@ INLINE void attend_group(const struct pdd_cache *cache, const int32_t *pages, in
     const char *base = (const char *)cache->base + kv_head * head_bytes;
     const int64_t last = (length - 1) / page_tokens;
     for (int64_t number = 0; number <= last; number++) {
-        const char *page = base + pages[number] * 2 * v_bytes;
-        const char *next_page = base + pages[number < last ? number + 1 : last] * 2 * v_bytes;
+        const char *page = base + pages[number] * page_bytes;
+        const char *next_page = base + pages[number < last ? number + 1 : last] * page_bytes;
         const int64_t in_page = number < last ? page_tokens : length - last * page_tokens;
         for (int64_t at = 0; at < in_page; at += BLOCK) {
             int32_t count = (int32_t)(in_page - at < BLOCK ? in_page - at : BLOCK);
             const char *k = page + at * row_bytes;
             const char *next = at + BLOCK < in_page ? k + BLOCK * row_bytes : next_page;
-            block_scores(scores, heads, k, count, (int32_t)dim, next, v_bytes, group, type);
+            block_scores(scores, heads, k, count, (int32_t)dim, next, to_v_bytes, group, type);
             block_weights(scores, heads, scale, count, group);
-            block_values(scores, heads, scale, k + v_bytes, count, (int32_t)dim, group, type);
+            block_values(scores, heads, scale, k + to_v_bytes, count, (int32_t)dim, group, type);
         }
     }
     for (int h = 0; h < group; h++)
@@ -207,30 +209,27 @@ INLINE void attend_group(const struct pdd_cache *cache, const int32_t *pages, in
             heads->sums[h * dim + d] /= heads->total[h];
 }
 
-/* All query heads of one KV head of one sequence. q: elements; out: float. */
-INLINE void attend(const struct pdd_cache *cache, const int32_t *pages, int32_t length, int32_t kv_head, const void *q,
-                   float scale, float *out, const int type)
+/* Up to MAX_GROUP query heads of one KV head of one sequence. q: elements; out: float. */
+INLINE void attend(const struct pdd_cache *cache, const int32_t *pages, int32_t length, int32_t kv_head, int32_t group,
+                   const void *q, float scale, float *out, const int type)
 {
-    const int32_t dim = cache->head_dim, all = cache->num_heads / cache->num_kv_heads;
-    for (int32_t head = 0; head < all; head += MAX_GROUP) {
-        int32_t group = all - head < MAX_GROUP ? all - head : MAX_GROUP;
-        float scaled[group * dim];
-        for (int32_t i = 0; i < group * dim; i++)
-            scaled[i] = element(q, head * dim + i, type) * scale;
-        struct heads heads = {.sums = out + head * dim, .q = scaled};
-        switch (group) {
-        case 1:
-            attend_group(cache, pages, length, kv_head, &heads, 1, type);
-            break;
-        case 2:
-            attend_group(cache, pages, length, kv_head, &heads, 2, type);
-            break;
-        case 3:
-            attend_group(cache, pages, length, kv_head, &heads, 3, type);
-            break;
-        default:
-            attend_group(cache, pages, length, kv_head, &heads, 4, type);
-        }
+    const int32_t size = group * cache->head_dim;
+    float scaled[size];
+    for (int32_t i = 0; i < size; i++)
+        scaled[i] = element(q, i, type) * scale;
+    struct heads heads = {.sums = out, .q = scaled};
+    switch (group) {
+    case 1:
+        attend_group(cache, pages, length, kv_head, &heads, 1, type);
+        break;
+    case 2:
+        attend_group(cache, pages, length, kv_head, &heads, 2, type);
+        break;
+    case 3:
+        attend_group(cache, pages, length, kv_head, &heads, 3, type);
+        break;
+    default:
+        attend_group(cache, pages, length, kv_head, &heads, 4, type);
     }
 }
 
@@ -280,17 +279,18 @@ INLINE void store_token(const struct pdd_cache *cache, const struct pdd_rotation
 
 /* ---- the body compiled for each instruction set ---- */
 
-typedef void attend_fn(const struct pdd_cache *, const int32_t *, int32_t, int32_t, const void *, float, float *);
+typedef void attend_fn(const struct pdd_cache *, const int32_t *, int32_t, int32_t, int32_t, const void *, float,
+                       float *);
 typedef void store_fn(const struct pdd_cache *, const struct pdd_rotation *, char *, int32_t, int32_t);
 
 #define COMPILE(name, attribute)                                                                                      \
     attribute static void attend_##name(const struct pdd_cache *cache, const int32_t *pages, int32_t length,         \
-                                        int32_t kv_head, const void *q, float scale, float *out)                     \
+                                        int32_t kv_head, int32_t group, const void *q, float scale, float *out)      \
     {                                                                                                                 \
         if (cache->element == PDD_FLOAT32)                                                                            \
-            attend(cache, pages, length, kv_head, q, scale, out, PDD_FLOAT32);                                        \
+            attend(cache, pages, length, kv_head, group, q, scale, out, PDD_FLOAT32);                                 \
         else                                                                                                          \
-            attend(cache, pages, length, kv_head, q, scale, out, PDD_BFLOAT16);                                       \
+            attend(cache, pages, length, kv_head, group, q, scale, out, PDD_BFLOAT16);                                \
     }                                                                                                                 \
     attribute static void store_##name(const struct pdd_cache *cache, const struct pdd_rotation *rotation, char *qkv, \
                                        int32_t position, int32_t slot)                                                \
@@ -361,15 +361,18 @@ void pdd_decode(const struct pdd_cache *cache, uint64_t q, int64_t q_stride, int
                 uint64_t lengths, float scale, uint64_t out)
 {
     attend_fn *attend_heads = PICK(cache, attend);
-    const int64_t group_size = (int64_t)(cache->num_heads / cache->num_kv_heads) * cache->head_dim;
-    const int64_t element_size = element_bytes(cache->element);
+    const int32_t all = cache->num_heads / cache->num_kv_heads; /* query heads of a KV head */
+    const int64_t num_groups = (all + MAX_GROUP - 1) / MAX_GROUP, element_size = element_bytes(cache->element);
 #ifdef _OPENMP
 #pragma omp parallel for num_threads(cache->threads) schedule(dynamic, 1)
 #endif
-    for (int64_t item = 0; item < num_rows * cache->num_kv_heads; item++) {
-        int64_t row = item / cache->num_kv_heads, kv_head = item % cache->num_kv_heads;
-        const char *heads = (const char *)q + (row * q_stride + kv_head * group_size) * element_size;
+    for (int64_t item = 0; item < num_rows * cache->num_kv_heads * num_groups; item++) {
+        const int64_t row = item / num_groups / cache->num_kv_heads, kv_head = item / num_groups % cache->num_kv_heads;
+        const int32_t first = (int32_t)(item % num_groups) * MAX_GROUP;
+        const int64_t head = kv_head * all + first;
         attend_heads(cache, (const int32_t *)((const uint64_t *)page_tables)[row], ((const int32_t *)lengths)[row],
-                     (int32_t)kv_head, heads, scale, (float *)out + item * group_size);
+                     (int32_t)kv_head, all - first < MAX_GROUP ? all - first : MAX_GROUP,
+                     (const char *)q + (row * q_stride + head * cache->head_dim) * element_size, scale,
+                     (float *)out + (row * cache->num_heads + head) * cache->head_dim);
     }
 }

@@ -2,8 +2,8 @@
  *
  * This header is also the cffi cdef: lines that start with '#' are dropped, the rest is plain C.
  *
- * A layer of the cache is [pages, 2, num_kv_heads, page_tokens, head_dim] (K, then V); a token's slot is
- * page * page_tokens + offset. Elements are IEEE float (4 bytes) or bfloat16 (2 bytes); all arithmetic is float.
+ * A layer of the cache is [pages, 2, num_kv_heads, page_tokens, head_dim] (K, then V), or without the 2 where K and V
+ * are the same rows (a latent cache); a token's slot is page * page_tokens + offset. Elements are IEEE float (4 bytes) or bfloat16 (2 bytes); all arithmetic is float.
  * Pointers are passed as uint64_t (tensor.data_ptr()). Nothing is allocated, nothing is kept.
  */
 #ifndef PDD_ATTENTION_H
@@ -23,6 +23,7 @@ struct pdd_cache {
     int32_t head_dim; /* even */
     int32_t isa; /* enum pdd_isa */
     int32_t threads; /* at most so many; 1 where built without OpenMP */
+    int32_t latent; /* 1: K and V are the same rows. pdd_decode only */
 };
 
 /* What is done to a token's q and k before they are used. */
