@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,13 +11,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from executors import Executor, executor_config
 
 from pdd.engine.config import ModelConfig, Rope, TextConfig
 from pdd.engine.protocol import (
     ExecutorConfig,
-    ExecutorFailed,
     ExecutorReady,
-    FromExecutor,
     Row,
     StartSequence,
     Step,
@@ -35,57 +33,18 @@ MODEL = ModelConfig(
 )  # fmt: skip
 
 
-class Executor:
-    """The daemon's end, blocking."""
-
-    def __init__(self) -> None:
-        self.socket, theirs = socket.socketpair()
-        self.socket.settimeout(60)
-        command = [sys.executable, "-m", "pdd.engine.worker", "--fd", str(theirs.fileno())]
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
-        theirs.close()
-
-    def send(self, message: object) -> None:
-        self.send_body(msgspec.msgpack.encode(message))
-
-    def send_body(self, body: bytes) -> None:
-        self.socket.sendall(len(body).to_bytes(4, "little") + body)
-
-    def receive(self) -> tuple[FromExecutor, list[int]]:
-        data, fds, _, _ = socket.recv_fds(self.socket, 4, 8)
-        while len(data) < 4:
-            data += self.socket.recv(4 - len(data))
-        body = b""
-        while len(body) < int.from_bytes(data, "little"):
-            body += self.socket.recv(int.from_bytes(data, "little") - len(body))
-        return msgspec.msgpack.decode(body, type=FromExecutor), fds
-
-    def end(self) -> tuple[int, str]:
-        """Close, and wait for exit code and stderr."""
-        self.socket.close()
-        _, stderr = self.process.communicate(timeout=60)
-        return self.process.returncode, stderr.decode()
-
-
 @pytest.fixture
 def executor() -> Iterator[Executor]:
     executor = Executor()
     yield executor
-    executor.socket.close()
-    executor.process.kill()
-    executor.process.communicate()
+    executor.kill()
 
 
 def config(tmp_path: Path, **changes: object) -> ExecutorConfig:
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(MODEL))
     (tmp_path / "text.json").write_bytes(msgspec.json.encode(TextConfig(kind="toy")))
-    cores = tuple(os.sched_getaffinity(0))[:1]
-    values = ExecutorConfig(
-        replica="node/0", rank=0, tp=1, dp=1, ep=1, rendezvous=str(tmp_path / "meet"), role="colocated",
-        model_dir=str(tmp_path), dtype="float32", page_tokens=4,
-        kv_bytes=1 << 20, chunk_tokens=64, max_sequences=4, cores=cores, threads=1,
-    )  # fmt: skip
-    return msgspec.structs.replace(values, **changes)
+    changes.setdefault("cores", tuple(os.sched_getaffinity(0))[:1])
+    return msgspec.structs.replace(executor_config(tmp_path, tmp_path / "meet"), **changes)
 
 
 def ready(executor: Executor, tmp_path: Path) -> tuple[Arena, LayerCounter, WakeFd]:
@@ -95,12 +54,6 @@ def ready(executor: Executor, tmp_path: Path) -> tuple[Arena, LayerCounter, Wake
     assert message.layout.num_pages == (1 << 20) // (3 * message.layout.page_bytes)
     assert message.resident_bytes > 1 << 20
     return Arena.map(arena_fd, message.layout), LayerCounter.map(counter_fd), WakeFd(wake_fd)
-
-
-def failure(executor: Executor) -> ExecutorFailed:
-    message, _ = executor.receive()
-    assert isinstance(message, ExecutorFailed)
-    return message
 
 
 def test_steps_give_the_toys_text_and_raise_the_counter(executor: Executor, tmp_path: Path) -> None:
@@ -143,7 +96,7 @@ def test_the_toy_needs_no_torch() -> None:
 @pytest.mark.parametrize("frame", [b"garbage", msgspec.msgpack.encode({"replica": 3}), b""])
 def test_a_malformed_frame_ends_the_executor_with_a_reason(executor: Executor, frame: bytes) -> None:
     executor.send_body(frame)
-    assert "no ExecutorConfig" in failure(executor).message
+    assert "no ExecutorConfig" in executor.failure().message
     code, stderr = executor.end()
     assert code == 1
     assert "Traceback" in stderr
@@ -151,7 +104,7 @@ def test_a_malformed_frame_ends_the_executor_with_a_reason(executor: Executor, f
 
 def test_an_oversized_frame_is_refused_unread(executor: Executor) -> None:
     executor.socket.sendall((1 << 31).to_bytes(4, "little"))
-    assert "2147483648 bytes" in failure(executor).message
+    assert "2147483648 bytes" in executor.failure().message
     assert executor.end()[0] == 1
 
 
@@ -159,7 +112,7 @@ def test_a_row_of_an_unknown_sequence_is_an_error(executor: Executor, tmp_path: 
     for one in ready(executor, tmp_path):
         one.close()
     executor.send(Step(number=1, release=[], start=[], rows=[Row(5, 0, [1], [], False)]))  # type: ignore[arg-type]
-    assert "sequence 5" in failure(executor).message
+    assert "sequence 5" in executor.failure().message
     assert executor.end()[0] == 1
 
 
@@ -175,7 +128,7 @@ def test_faults_of_the_operator_are_told(
     executor: Executor, tmp_path: Path, changes: dict[str, object], words: str, exit_code: int
 ) -> None:
     executor.send(config(tmp_path, **changes))
-    message = failure(executor)
+    message = executor.failure()
     assert words in message.message
     assert message.exit_code == executor.end()[0] == exit_code
 

@@ -1,0 +1,268 @@
+"""Ranks of one replica as real processes: what they compute together is what one rank computes alone."""
+
+from __future__ import annotations
+
+import re
+import select
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import transformers
+from executors import Executor, ReplicaOfRanks, executor_config, replica_of_ranks
+from tiny_checkpoints import byte_tokenizer
+
+from pdd.base.ids import SequenceId
+from pdd.engine.config import ModelConfig, Rope, TextConfig
+from pdd.engine.pack import PackedModel, pack
+from pdd.engine.protocol import Row, StartSequence
+from pdd.engine.toy import continuation
+from pdd.lifecycle.request import SamplingParams
+from pdd.memory.shape import heads_of
+
+TOY = ModelConfig(
+    architecture="toy", num_layers=3, hidden_size=0, num_heads=6, num_kv_heads=2, head_dim=8, intermediate_size=0,
+    vocab_size=50_000, max_position=512, rms_norm_eps=1e-5, rope=Rope(base=1e4), qkv_bias=False, output_bias=False,
+    mlp_bias=False, qk_norm=False, tied_embeddings=True,
+)  # fmt: skip
+PROMPT = [(17 * at) % 90 + 3 for at in range(41)]
+PAGES = [9, 3, 7, 1, 8, 2, 0, 4, 6, 5, 11, 10, 15, 12, 14, 13]
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 271, "hidden_size": 48, "num_hidden_layers": 3, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+    "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+WIDE = SMALL | {"vocab_size": 4001, "hidden_size": 512, "initializer_range": 0.05}
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            **SMALL, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, attention_bias=True,
+            mlp_bias=True, head_dim=20,
+        )
+    ),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            **SMALL, num_attention_heads=6, num_key_value_heads=3, intermediate_size=96, head_dim=16,
+            tie_word_embeddings=True,
+        )
+    ),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(
+            **WIDE, num_attention_heads=8, num_key_value_heads=2, intermediate_size=2048, tie_word_embeddings=True
+        )
+    ),
+}  # fmt: skip
+
+SLOW_STORE = """
+import sys, time
+from pdd.engine import toy, worker
+{imports}
+
+class Slow({base}):
+    def {store}(self, *arguments):
+        time.sleep(0.06)
+        return super().{store}(*arguments)
+
+{name} = Slow
+sys.exit(worker.main())
+"""
+SLOW_TOY = SLOW_STORE.format(imports="", base="toy.ToyModel", store="_store", name="worker.ToyModel")
+SLOW_LLAMA = SLOW_STORE.format(
+    imports="from pdd.engine.models import dense, llama",
+    base="dense.GroupedQueryAttention",
+    store="store",
+    name="llama.GroupedQueryAttention",
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PackedModel]:
+    """Packed models of random weights, made when first asked for."""
+    made: dict[str, PackedModel] = {}
+
+    def model(name: str) -> PackedModel:
+        if name not in made:
+            path = tmp_path_factory.mktemp(name)
+            torch.manual_seed(5)
+            network = MODELS[name]()
+            for parameter in network.parameters():
+                if parameter.dim() == 1:  # norms are ones and biases zeros: both would hide a mistake
+                    torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
+            network.save_pretrained(path)
+            byte_tokenizer().save(str(path / "tokenizer.json"))
+            made[name] = pack(path, "float32", path / "cache")
+        return made[name]
+
+    return model
+
+
+@pytest.fixture
+def toy_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(TOY))
+    (tmp_path / "text.json").write_bytes(msgspec.json.encode(TextConfig(kind="toy")))
+    return tmp_path
+
+
+def generate(replica: ReplicaOfRanks, set_index: int = 0) -> list[int]:
+    return replica.generate(7, PROMPT, PAGES, chunk=16, num_tokens=12, set_index=set_index)
+
+
+@pytest.mark.parametrize(("tp", "num_kv_heads"), [(2, 2), (3, 3), (4, 2), (1, 6)])
+def test_toys_of_any_shape_give_one_text(tmp_path: Path, toy_dir: Path, tp: int, num_kv_heads: int) -> None:
+    model = msgspec.structs.replace(TOY, num_kv_heads=num_kv_heads)
+    (toy_dir / "config.json").write_bytes(msgspec.json.encode(model))
+    with replica_of_ranks(toy_dir, tmp_path / "meet", tp) as replica:
+        layout = replica.arenas[0].layout
+        assert layout.num_kv_heads == max(num_kv_heads // tp, 1)
+        assert generate(replica) == continuation(model, layout, PROMPT, 12)
+        assert replica.counters[0].read() == 3 * (3 + 12)
+        assert [wake.drain() for wake in replica.wakes] == [3 * (3 + 12)] * tp
+
+
+def test_a_wrong_byte_on_any_rank_changes_the_toys_text(tmp_path: Path, toy_dir: Path) -> None:
+    with replica_of_ranks(toy_dir, tmp_path / "meet", 4) as replica:  # each head twice
+        generate(replica)
+        again = [Row(SequenceId(7), len(PROMPT) - 1, PROMPT[-1:], [], True)]
+        right = replica.step(again, [])
+        for arena in replica.arenas:
+            at = arena.layout.offset_bytes(1, PAGES[2]) + 5
+            arena.buffer()[at] ^= 1
+            assert replica.step(again, []) != right
+            arena.buffer()[at] ^= 1
+            assert replica.step(again, []) == right
+
+
+def heads(replica: ReplicaOfRanks, rank: int) -> npt.NDArray[np.float32]:
+    """The rank's cache: [layers, pages, 2, kv_heads, page_tokens, head_dim]."""
+    layout = replica.arenas[rank].layout
+    words = replica.kv(rank).view(np.float32)
+    return words.reshape(*words.shape[:2], 2, layout.num_kv_heads, layout.page_tokens, layout.head_dim)[:, PAGES]
+
+
+@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("qwen3", 3)])
+def test_ranks_together_give_the_tokens_of_one(
+    models: Callable[[str], PackedModel], tmp_path: Path, name: str, tp: int
+) -> None:
+    directory = models(name).dir
+    with (
+        replica_of_ranks(directory, tmp_path / "alone", 1) as alone,
+        replica_of_ranks(directory, tmp_path / "meet", tp) as together,
+    ):
+        assert generate(together) == generate(alone)
+        assert_same_cache(together, alone)
+        assert together.counters[0].read() == alone.counters[0].read() == 3 * (3 + 12)
+
+
+def assert_same_cache(together: ReplicaOfRanks, alone: ReplicaOfRanks) -> None:
+    whole = heads(alone, 0)
+    for rank in range(together.tp):
+        ours = heads_of(rank, together.tp, whole.shape[3])
+        np.testing.assert_allclose(heads(together, rank), whole[:, :, :, ours.start : ours.stop], rtol=1e-3, atol=1e-4)
+
+
+class Memory:
+    """Of one process, in bytes."""
+
+    def __init__(self, pid: int, file: Path) -> None:
+        mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path(f"/proc/{pid}/smaps").read_text(), flags=re.MULTILINE)
+        weights = "".join(one for one in mappings if str(file) in one)
+        self.mapped = _total("Rss", weights)
+        self.proportional = _total("Pss", weights)
+        self.written = _total("Private_Dirty", weights) + _total("Anonymous", weights)
+        self.own = _total("Anonymous", "".join(mappings))
+
+
+def _total(field: str, smaps: str) -> int:
+    return sum(int(kib) * 1024 for kib in re.findall(rf"^{field}: +(\d+) kB", smaps, flags=re.MULTILINE))
+
+
+def test_ranks_of_a_node_share_the_weights(
+    models: Callable[[str], PackedModel], tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """A tp 4 replica (two ranks to a KV head) and a dp 4 replica: eight ranks, one copy of the weights."""
+    packed = models("qwen2")
+    num_bytes = packed.weights.stat().st_size
+    with (
+        replica_of_ranks(models("llama").dir, tmp_path / "baseline", 1) as small,
+        replica_of_ranks(packed.dir, tmp_path / "dp", 1, dp=4, kv_bytes=1 << 21) as dp,
+        replica_of_ranks(packed.dir, tmp_path / "tp", 4, kv_bytes=1 << 20) as tp,
+    ):
+        generate(small)
+        baseline = Memory(small.executors[0].process.pid, packed.weights)
+        expected = generate(tp)
+        assert [generate(dp, set_index) for set_index in range(4)] == [expected] * 4
+        assert_same_cache(tp, dp)
+        memories = [Memory(one.process.pid, packed.weights) for one in (*dp.executors, *tp.executors)]
+        for name, part in (("dp 4", memories[:4]), ("tp 4", memories[4:])):
+            shown = [(one.mapped >> 10, one.proportional >> 10, (one.own - baseline.own) >> 10) for one in part]
+            record_property(name, shown)
+            print(f"{name}: weights {num_bytes >> 10} KiB; (mapped, its share, own beyond a tiny model) KiB: {shown}")
+        assert sum(one.proportional for one in memories) <= num_bytes + (1 << 20)
+        assert sum(one.written for one in memories) == 0
+        for one in memories[:4]:
+            assert one.mapped > 0.9 * num_bytes
+        for one in memories:
+            assert one.own - baseline.own < num_bytes / 4
+
+
+@pytest.mark.parametrize("kind", ["toy", "llama"])
+def test_the_counter_waits_for_the_slowest_rank(
+    models: Callable[[str], PackedModel], tmp_path: Path, toy_dir: Path, kind: str
+) -> None:
+    """What the lead's counter announces is in place on every rank: here rank 1 stores late."""
+    directory, program = (toy_dir, SLOW_TOY) if kind == "toy" else (models("llama").dir, SLOW_LLAMA)
+    with replica_of_ranks(directory, tmp_path / "meet", 2, programs={1: ("-c", program)}) as replica:
+        start = [StartSequence(SequenceId(1), PROMPT, [], PAGES, SamplingParams(max_tokens=1))]
+        seen = []
+        for rows in ([Row(SequenceId(1), 0, PROMPT[:-1], [], False)], [Row(SequenceId(1), 40, PROMPT[-1:], [], True)]):
+            replica.send(rows, start)
+            goal, start = replica.counters[0].read() + 3, []
+            while (count := replica.counters[0].read()) < goal:
+                seen.append((count, replica.kv(1)))
+                select.select([replica.wakes[0].fd], [], [], 10)
+                replica.wakes[0].drain()
+            seen.append((count, replica.kv(1)))
+            replica.receive()
+        final = replica.kv(1)
+        assert final[:, PAGES[:10]].any(axis=2).all()
+        assert {count for count, _ in seen} == set(range(7))
+        for count, kv in seen:
+            written = PAGES[:10] if count <= 3 else PAGES[10:11]
+            for layer in range(count if count <= 3 else count - 3):
+                np.testing.assert_array_equal(kv[layer, written], final[layer, written])
+
+
+@pytest.mark.parametrize("kind", ["toy", "llama"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_when_a_rank_dies_the_others_say_so_and_end(
+    models: Callable[[str], PackedModel], tmp_path: Path, toy_dir: Path, kind: str, victim: int
+) -> None:
+    directory = toy_dir if kind == "toy" else models("llama").dir
+    with replica_of_ranks(directory, tmp_path / "meet", 2) as replica:
+        generate(replica)
+        other = replica.executors[1 - victim]
+        replica.executors[victim].process.kill()
+        replica.executors[victim].process.wait(60)
+        start = [StartSequence(SequenceId(1), PROMPT, [], PAGES, SamplingParams(max_tokens=1))]
+        replica.send([Row(SequenceId(1), 0, PROMPT, [], True)], start, ranks=[1 - victim])
+        failure = other.failure()
+        assert f"node/0 rank {1 - victim}: another rank of the replica died" in failure.message
+        assert other.process.wait(60) == failure.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "ep", "words"),
+    [(4, 1, 1, "tp 4 and 6 KV heads: neither divides the other"), (1, 2, 3, "ep 3 must be 1 or dp * tp = 2")],
+)
+def test_an_impossible_shape_is_refused(toy_dir: Path, tp: int, dp: int, ep: int, words: str) -> None:
+    (toy_dir / "config.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(TOY, num_kv_heads=6)))
+    executor = Executor()
+    executor.send(executor_config(toy_dir, toy_dir / "meet", tp=tp, dp=dp, ep=ep))
+    failure = executor.failure()
+    assert words in failure.message
+    assert (failure.exit_code, executor.end()[0]) == (4, 4)
