@@ -57,8 +57,8 @@ class Stray(msgspec.Struct, frozen=True):
 
 
 class PortBroken(msgspec.Struct, frozen=True):
-    """A fabric endpoint is gone for good. Nothing new is taken; all that was under way through it has ended in the
-    events before this one, and the other ranks' parts of those handoffs end as soon as that is safe."""
+    """A fabric endpoint is gone for good. Nothing new is taken, and every handoff under way ends as soon as that is
+    safe: its peers' keys are closed, its other ranks send no more."""
 
     error: int
     """A positive errno."""

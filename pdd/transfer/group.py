@@ -98,9 +98,10 @@ class MessengerGroup:
 
         Raises QueueFull or FabricError, with nothing armed.
         """
-        if request in self._inbound or incompatibilities(source, self.shape):
+        misfits = incompatibilities(source, self.shape)
+        if request in self._inbound or misfits:
             raise InvariantBroken(
-                f"{request}: is armed already, or cannot be written here: {incompatibilities(source, self.shape)}"
+                f"{request}: cannot arm it: armed already: {request in self._inbound}; misfits: {misfits or 'none'}"
             )
         num_bytes = expected_bytes(source, self.shape, start_token, num_tokens)
         immediates: list[Immediate] = []

@@ -76,5 +76,5 @@ class Messenger(Receiving, Sending):
             case PortFailed():
                 self._port_error = event.error
                 self._stop_all(f"the fabric port failed: {os.strerror(event.error)}")
-                self._drain_all()
+                self._revoke_all()  # a NIC may still place what is under way
                 self._events.append(PortBroken(event.error))

@@ -34,12 +34,12 @@ class Receiving(Half):
 
     def arm(self, request: RequestId, peer: Incarnation, num_pieces: int, num_bytes: int) -> Immediate:
         """Arms the count of a handoff; the ticket may leave afterwards. Raises QueueFull or FabricError."""
+        self.require_port()
         if request in self._targets or peer not in self._grants or num_pieces < 1:
             raise InvariantBroken(
                 f"{request}: cannot arm {num_pieces} pieces for peer {peer}: "
                 f"armed already: {request in self._targets}, peer has a key: {peer in self._grants}"
             )
-        self.require_port()
         immediate = self._slots.take()
         try:
             self._port.expect(immediate, num_pieces)
@@ -134,6 +134,10 @@ class Receiving(Half):
                 last_s=event.last_s,
             )
             self._events.append(arrived)
+
+    def _revoke_all(self) -> None:
+        for peer in list(self._grants):
+            self.revoke(peer)
 
     def _drain_all(self) -> None:
         """Nothing can arrive any more."""

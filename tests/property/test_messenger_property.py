@@ -1,4 +1,5 @@
-"""Two prefillers and a decoder over a simulated fabric that reorders, delays and loses; links that double and break.
+"""Two prefillers and a decoder of any shapes, over a simulated fabric that reorders, delays, loses and breaks; links
+that double and break.
 
 What must hold whatever happens: bytes that arrived are the source's, no byte is placed in a page that was given back,
 and every handoff ends exactly once on each side.
@@ -7,67 +8,89 @@ and every handoff ends exactly once on each side.
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdd.base.errors import BadTicket
+from pdd.base.errors import BadTicket, FabricError
 from pdd.base.ids import Immediate, Incarnation, PageId, ReplicaName, RequestId
 from pdd.fabric.loopback import LoopbackFabric
-from pdd.fabric.port import RegisteredMemory
+from pdd.fabric.loopback_port import LoopbackPort
 from pdd.memory.layout import KvLayout
-from pdd.transfer.messenger import Arrived, Drained, Messenger, Sent, Stopped
+from pdd.memory.shape import KvShape, heads_of
+from pdd.transfer.group import Arrived, Drained, MessengerGroup, PortBroken, Sent, Stopped
+from pdd.transfer.messenger import Messenger
 from pdd.transfer.plan import lacking_pages
-from pdd.wire.messages import CancelPrefill, Message, PrefillRejected, PrefillRequest, PrefillStopped
+from pdd.wire.messages import CancelPrefill, Grant, Message, PrefillRejected, PrefillRequest, PrefillStopped
 
-SOURCE = KvLayout(num_layers=2, num_kv_heads=1, head_dim=1, page_tokens=4, dtype="float32", num_pages=12)
-TARGET = msgspec.structs.replace(SOURCE, num_pages=14)
 DECODER = Incarnation("d" * 16)
 REPLICA = ReplicaName("decode/0")
 REQUESTS = [RequestId(f"r{number}") for number in range(4)]
 
+TP_OF_HEADS = [(1, 1), (1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2), (3, 1), (1, 3)]
+TP_OF_LATENT = [(1, 4), (4, 1), (2, 2)]
+PAGE_TOKENS = [(4, 4), (16, 32), (32, 16)]
+
+
+def make_shape(tp: int, num_kv_heads: int, num_planes: int, page_tokens: int, num_pages: int) -> KvShape:
+    layout = KvLayout(
+        num_layers=2, num_kv_heads=len(heads_of(0, tp, num_kv_heads)), head_dim=1, page_tokens=page_tokens,
+        dtype="float32", num_pages=num_pages, num_planes=num_planes,
+    )  # fmt: skip
+    return KvShape(tp=tp, num_kv_heads=num_kv_heads, layout=layout)
+
+
+def draw_shapes(dice: random.Random, source_tp: int, target_tp: int, *, latent: bool) -> tuple[KvShape, KvShape]:
+    num_kv_heads = 1 if latent else dice.choice([3] if 3 in (source_tp, target_tp) else [2, 4])
+    num_planes = 1 if latent else 2
+    source_tokens, target_tokens = dice.choice(PAGE_TOKENS)
+    return (
+        make_shape(source_tp, num_kv_heads, num_planes, source_tokens, 12),
+        make_shape(target_tp, num_kv_heads, num_planes, target_tokens, 14),
+    )
+
 
 class Pages:
-    """An arena and the pages of it that nobody owns; those keep a pattern that must not change."""
+    """The arenas of a replica set, and the pages that nobody owns; those keep a mark that must not change."""
 
-    def __init__(self, layout: KvLayout) -> None:
-        self.layout = layout
-        self.arena = ctypes.create_string_buffer(layout.arena_bytes)
+    def __init__(self, shape: KvShape) -> None:
+        layout = self.layout = shape.layout
+        self.shape = shape
         self.free = [PageId(page) for page in range(layout.num_pages)]
-        self.pattern = dict.fromkeys(self.free, b"\x00" * layout.page_bytes)
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(self.arena)
+        self.marks = np.zeros(layout.num_pages, np.uint8)
+        self.arenas: list[npt.NDArray[np.uint8]] = [
+            np.zeros((layout.num_layers, layout.num_pages, layout.page_bytes), np.uint8) for _ in range(shape.tp)
+        ]
 
     def take(self, number: int) -> list[PageId]:
         taken, self.free = self.free[:number], self.free[number:]
         return taken
 
     def give_back(self, pages: Sequence[PageId], mark: int) -> None:
-        for page in pages:
-            self.pattern[page] = bytes([mark]) * self.layout.page_bytes
-            for layer in range(self.layout.num_layers):
-                self.write(layer, page, self.pattern[page])
+        self.marks[list(pages)] = mark
+        for arena in self.arenas:
+            arena[:, list(pages)] = mark
         self.free += pages
 
-    def read(self, layer: int, page: PageId) -> bytes:
-        start = self.layout.offset_bytes(layer, page)
-        return self.arena.raw[start : start + self.layout.page_bytes]
-
-    def write(self, layer: int, page: PageId, content: bytes) -> None:
-        ctypes.memmove(self.address + self.layout.offset_bytes(layer, page), content, len(content))
+    def rows(self, rank: int, layer: int, page: PageId) -> npt.NDArray[np.uint8]:
+        """A view of a page: [plane, head, token, byte]."""
+        layout = self.layout
+        page_bytes = self.arenas[rank][layer, page]
+        return page_bytes.reshape(layout.num_planes, layout.num_kv_heads, layout.page_tokens, layout.row_bytes)
 
     def check(self) -> None:
-        for page in self.free:
-            for layer in range(self.layout.num_layers):
-                assert self.read(layer, page) == self.pattern[page], f"page {page} changed after it was given back"
+        for arena in self.arenas:
+            unchanged = arena[:, self.free] == self.marks[self.free][:, None]
+            assert unchanged.all(), "a page changed after it was given back"
 
 
 @dataclass
@@ -88,18 +111,30 @@ class Handoff:
     def num_tokens(self) -> int:
         return len(self.ticket.prompt) - 1
 
-    def content(self, layer: int, index: int) -> bytes:
-        return bytes([1 + self.number % 200, 1 + layer, 1 + index, 7]) * (SOURCE.page_bytes // 4)
+    def content(self, layer: int, heads: range, num_planes: int, tokens: range) -> npt.NDArray[np.uint8]:
+        """[plane, head, token, byte]: the rows of some heads, each unlike any other."""
+        rows = np.empty((num_planes, len(heads), len(tokens), 4), np.uint8)
+        rows[..., 0] = 1 + self.number % 200
+        rows[..., 1] = 1 + 2 * layer + np.arange(num_planes)[:, None, None]
+        rows[..., 2] = 1 + np.array(heads)[None, :, None]
+        rows[..., 3] = 1 + np.array(tokens)[None, None, :]
+        return rows
 
 
 class Prefiller:
-    def __init__(self, fabric: LoopbackFabric, name: str, max_writes: int) -> None:
+    def __init__(self, fabric: LoopbackFabric, name: str, shape: KvShape, max_writes: int) -> None:
         self.incarnation = Incarnation(name * 16)
-        self.pages = Pages(SOURCE)
+        self.pages = Pages(shape)
         self.counter = ctypes.c_uint64(0)
-        self.port = fabric.open_port(max_writes)
-        watch = self.port.watch(ctypes.addressof(self.counter), -1)
-        self.messenger = Messenger(self.port, SOURCE, self.pages.address, watch)
+        self.ports = [fabric.open_port(max_writes) for _ in range(shape.tp)]
+        watches = [port.watch(ctypes.addressof(self.counter), -1) for port in self.ports]
+        self.group = MessengerGroup(
+            shape,
+            [
+                Messenger(port, shape.layout, arena.ctypes.data, watch)
+                for port, arena, watch in zip(self.ports, self.pages.arenas, watches, strict=True)
+            ],
+        )
         self.handoffs: dict[Immediate, Handoff] = {}
         """Accepted ones, ended or not."""
         self.step: list[tuple[Handoff, int]] = []
@@ -108,9 +143,10 @@ class Prefiller:
         self.link_broken = True
         self.unaware = False
         """The link is broken, and only the decoder knows."""
+        self.broken = False
+        """One of its ports is."""
         self.inbox: deque[Message] = deque()
         self.outbox: deque[Message] = deque()
-        self.grant: RegisteredMemory | None = None
 
     def open_handoffs(self) -> list[Handoff]:
         return [it for it in self.handoffs.values() if not it.source_end]
@@ -122,18 +158,27 @@ class Prefiller:
 class World:
     """Everything, and the dice: a seed decides what happens next, so that a failure can be run again."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, source_tp: int, target_tp: int, *, latent: bool) -> None:
         self.random = random.Random(seed)
         self.fabric = LoopbackFabric(seed)
-        self.pages = Pages(TARGET)
-        self.port = self.fabric.open_port()
-        self.decoder = Messenger(self.port, TARGET, self.pages.address)
+        self.source, self.target = draw_shapes(self.random, source_tp, target_tp, latent=latent)
+        self.pages = Pages(self.target)
+        self.ports = [self.fabric.open_port() for _ in range(self.target.tp)]
+        self.decoder = MessengerGroup(
+            self.target,
+            [
+                Messenger(port, self.target.layout, arena.ctypes.data)
+                for port, arena in zip(self.ports, self.pages.arenas, strict=True)
+            ],
+        )
         max_writes = self.random.choice([1, 2, 4096])
-        self.prefillers = [Prefiller(self.fabric, name, max_writes) for name in "ef"]
+        self.prefillers = [Prefiller(self.fabric, name, self.source, max_writes) for name in "ef"]
         self.handoffs: dict[Immediate, Handoff] = {}
         self.owner: dict[Immediate, Prefiller] = {}
-        self.held = False
+        self.held: set[LoopbackPort] = set()
+        self.decoder_broken = False
         self.may_lose_pieces = self.random.random() < 0.3
+        self.may_break_ports = self.random.random() < 0.2
         for prefiller in self.prefillers:
             self.bring_up(prefiller)
 
@@ -153,6 +198,8 @@ class World:
             self.notice: 0.6,
             self.restore_link: 1,
             self.lose_a_piece: 0.1 * self.may_lose_pieces,
+            self.break_a_port: 0.1 * self.may_break_ports,
+            self.break_a_port_of_the_decoder: 0.02 * self.may_break_ports,
         }
         actions = self.random.choices(list(weights), list(weights.values()), k=num_steps)
         for action in actions:
@@ -165,23 +212,24 @@ class World:
         """The decoder sends a ticket."""
         taken = {it.ticket.request for it in self.handoffs.values() if not it.target_end}
         requests = [request for request in REQUESTS if request not in taken]
-        num_tokens = self.random.randint(1, 18)
-        start_page = self.random.randint(0, (num_tokens - 1) // 4)
-        lacking = lacking_pages(TARGET, 4 * start_page, num_tokens)
-        if prefiller.link_broken or not requests or len(lacking) > len(self.pages.free):
+        page_tokens = self.target.layout.page_tokens
+        num_tokens = self.random.randint(1, 4 * min(page_tokens, self.source.layout.page_tokens) + 2)
+        start_token = page_tokens * self.random.randint(0, (num_tokens - 1) // page_tokens)
+        lacking = lacking_pages(self.target.layout, start_token, num_tokens)
+        if prefiller.link_broken or self.decoder_broken or not requests or len(lacking) > len(self.pages.free):
             return
         cuts = sorted({num_tokens, *(self.random.randint(1, num_tokens) for _ in range(self.random.randint(0, 3)))})
         request = self.random.choice(requests)
         pages = self.pages.take(len(lacking))
-        immediate = self.decoder.arm(request, prefiller.incarnation, len(pages))
+        immediates = self.decoder.arm(request, prefiller.incarnation, self.source, start_token, num_tokens)
         ticket = PrefillRequest(
             request=request, source_replica=ReplicaName("p/0"), target_replica=REPLICA, target_incarnation=DECODER,
-            layout_digest=TARGET.digest(), prompt=(0,) * (num_tokens + 1), start_token=4 * start_page,
-            target_pages=tuple(pages), immediate=immediate, lease_s=1.0,
+            shape_digest=self.target.digest(), seed=len(self.handoffs), prompt=(0,) * (num_tokens + 1),
+            start_token=start_token, target_pages=tuple(pages), immediates=immediates, lease_s=1.0,
         )  # fmt: skip
         num_cached = self.random.choice([0, 0, 1, len(cuts)])
-        self.handoffs[immediate] = Handoff(ticket, len(self.handoffs), cuts, num_cached)
-        self.owner[immediate] = prefiller
+        self.handoffs[immediates[0]] = Handoff(ticket, len(self.handoffs), cuts, num_cached)
+        self.owner[immediates[0]] = prefiller
         prefiller.inbox.append(ticket)
 
     def deliver_to_prefiller(self, prefiller: Prefiller) -> None:
@@ -203,7 +251,7 @@ class World:
 
     def compute_layer(self, prefiller: Prefiller) -> None:
         if prefiller.layers_to_go:
-            layer = SOURCE.num_layers - prefiller.layers_to_go
+            layer = self.source.layout.num_layers - prefiller.layers_to_go
             for handoff, end in prefiller.step:
                 if not handoff.source_end:
                     self.compute(prefiller, handoff, layer, end)
@@ -215,8 +263,9 @@ class World:
             self.fabric.step()
 
     def hold_or_let_go(self, _: Prefiller) -> None:
-        self.held = not self.held
-        (self.fabric.hold if self.held else self.fabric.let_go)(self.port)
+        port = self.random.choice(self.ports)
+        self.held ^= {port}
+        (self.fabric.hold if port in self.held else self.fabric.let_go)(port)
 
     def poll_decoder_too(self, _: Prefiller) -> None:
         self.poll_decoder()
@@ -241,7 +290,7 @@ class World:
     def notice(self, prefiller: Prefiller) -> None:
         if prefiller.unaware:
             prefiller.unaware = False
-            prefiller.messenger.disconnect(DECODER)
+            prefiller.group.disconnect(DECODER)
             self.poll_prefiller(prefiller)
 
     def restore_link(self, prefiller: Prefiller) -> None:
@@ -252,17 +301,30 @@ class World:
         if self.fabric.num_in_flight:
             self.fabric.drop(1)
 
+    def break_a_port(self, prefiller: Prefiller) -> None:
+        if not prefiller.broken:
+            prefiller.broken = True
+            self.fabric.fail(self.random.choice(prefiller.ports), errno.EIO)
+            self.poll_prefiller(prefiller)
+
+    def break_a_port_of_the_decoder(self, _: Prefiller) -> None:
+        if not self.decoder_broken:
+            self.decoder_broken = True
+            self.fabric.fail(self.random.choice(self.ports), errno.EIO)
+            self.poll_decoder()
+
     # What must hold.
 
     def nothing_contradicts(self) -> None:
         self.pages.check()
         assert self.decoder.check() == []
         for prefiller in self.prefillers:
-            assert prefiller.messenger.check() == []
+            assert prefiller.group.check() == []
             prefiller.pages.check()
 
     def end(self) -> None:
-        self.fabric.let_go(self.port)
+        for port in self.ports:
+            self.fabric.let_go(port)
         self.settle()
         for prefiller in self.prefillers:  # fences what lost a piece
             self.break_link(prefiller)
@@ -271,15 +333,15 @@ class World:
         self.nothing_contradicts()
         assert all(it.target_end for it in self.handoffs.values())
         assert not any(prefiller.open_handoffs() for prefiller in self.prefillers)
-        assert len(self.pages.free) == TARGET.num_pages
-        assert all(len(prefiller.pages.free) == SOURCE.num_pages for prefiller in self.prefillers)
+        assert len(self.pages.free) == self.target.layout.num_pages
+        assert all(len(prefiller.pages.free) == self.source.layout.num_pages for prefiller in self.prefillers)
         if not self.may_lose_pieces:
             assert all(
                 it.target_end == "Arrived" for it in self.handoffs.values() if it.source_end == "Sent" and not it.fenced
             )
-        for messenger in (self.decoder, *(prefiller.messenger for prefiller in self.prefillers)):
-            messenger.close()
-            assert messenger.poll() == []
+        for group in (self.decoder, *(prefiller.group for prefiller in self.prefillers)):
+            group.close()
+            assert group.poll() == []
 
     # How it happens.
 
@@ -297,36 +359,37 @@ class World:
 
     def bring_up(self, prefiller: Prefiller) -> None:
         prefiller.link_broken = False
-        prefiller.grant = self.decoder.grant(prefiller.incarnation)
-        prefiller.messenger.connect(DECODER, REPLICA, prefiller.grant.address)
+        for rank, own in enumerate(self.decoder.grant(prefiller.incarnation)):
+            grant = Grant(replica=REPLICA, rank=rank, address=own.address, key=own.key, base=own.base)
+            prefiller.group.connect(DECODER, grant)
 
     def prefiller_hears(self, prefiller: Prefiller, message: Message) -> None:
         if isinstance(message, CancelPrefill):
             handoff = prefiller.handoffs.get(message.immediate)
             if handoff is not None:
                 handoff.cancelled = True
-                prefiller.messenger.stop(message.request, "cancelled")
+                prefiller.group.stop(message.request, "cancelled")
             return
         assert isinstance(message, PrefillRequest)
-        assert prefiller.grant is not None
-        handoff = self.handoffs[message.immediate]
-        num_pages = SOURCE.num_pages_for(handoff.num_tokens)
+        immediate = message.immediates[0]
+        handoff = self.handoffs[immediate]
+        num_pages = self.source.layout.num_pages_for(handoff.num_tokens)
         try:
-            if num_pages > len(prefiller.pages.free) and message.immediate not in prefiller.handoffs:
+            if num_pages > len(prefiller.pages.free) and immediate not in prefiller.handoffs:
                 raise BadTicket("no pages")
-            prefiller.messenger.accept(message, DECODER, prefiller.grant.key, prefiller.grant.base, TARGET)
-        except BadTicket as error:
-            if message.immediate not in prefiller.handoffs:  # a doubled ticket has been answered already
+            prefiller.group.accept(message, DECODER, self.target)
+        except (BadTicket, FabricError) as error:
+            if immediate not in prefiller.handoffs:  # a doubled ticket has been answered already
                 rejected = PrefillRejected(
-                    request=message.request, immediate=message.immediate, code="bad_ticket", reason=str(error)
+                    request=message.request, immediate=immediate, code="bad_ticket", reason=str(error)
                 )
                 prefiller.outbox.append(rejected)
                 handoff.cancelled = True
             return
-        assert message.immediate not in prefiller.handoffs
-        prefiller.handoffs[message.immediate] = handoff
+        assert immediate not in prefiller.handoffs
+        prefiller.handoffs[immediate] = handoff
         handoff.source_pages = prefiller.pages.take(num_pages)
-        for layer in range(SOURCE.num_layers):  # what the prefix cache holds
+        for layer in range(self.source.layout.num_layers):  # what the prefix cache holds
             for end in handoff.cuts[: handoff.num_cached_chunks]:
                 self.compute(prefiller, handoff, layer, end)
 
@@ -342,25 +405,33 @@ class World:
         for handoff in handoffs:
             start, end = list(itertools.pairwise((0, *handoff.cuts)))[handoff.next_chunk]
             cached = handoff.next_chunk < handoff.num_cached_chunks
-            first_page = start // SOURCE.page_tokens
-            prefiller.messenger.announce(
+            layout = self.source.layout
+            first_page = start // layout.page_tokens
+            prefiller.group.announce(
                 handoff.ticket.request, start, end, last=end == handoff.num_tokens,
-                pages=handoff.source_pages[first_page : SOURCE.num_pages_for(end)],
+                pages=handoff.source_pages[first_page : layout.num_pages_for(end)],
                 counter_base=None if cached else prefiller.counter.value,
             )  # fmt: skip
             handoff.next_chunk += 1
             if not cached:
                 prefiller.step.append((handoff, end))
-        prefiller.layers_to_go = SOURCE.num_layers if prefiller.step else 0
+        prefiller.layers_to_go = self.source.layout.num_layers if prefiller.step else 0
 
     def compute(self, prefiller: Prefiller, handoff: Handoff, layer: int, end: int) -> None:
-        """Fills in a layer of the pages that end with position `end - 1` at the latest."""
-        full = SOURCE.num_pages_for(end) if end == handoff.num_tokens else end // SOURCE.page_tokens
-        for index in range(full):
-            prefiller.pages.write(layer, handoff.source_pages[index], handoff.content(layer, index))
+        """Fills in a layer of the positions before `end`, on every rank."""
+        layout = self.source.layout
+        for rank in range(self.source.tp):
+            for index, page in enumerate(handoff.source_pages):
+                first = index * layout.page_tokens
+                tokens = range(first, min(end, first + layout.page_tokens))
+                rows = handoff.content(layer, self.source.heads_of(rank), layout.num_planes, tokens)
+                prefiller.pages.rows(rank, layer, page)[:, :, : len(tokens)] = rows
 
     def poll_prefiller(self, prefiller: Prefiller) -> None:
-        for event in prefiller.messenger.poll():
+        for event in prefiller.group.poll():
+            if isinstance(event, PortBroken):
+                assert prefiller.broken
+                continue
             assert isinstance(event, Sent | Stopped)
             handoff = prefiller.handoffs[event.immediate]
             assert not handoff.source_end
@@ -379,23 +450,43 @@ class World:
 
     def poll_decoder(self) -> None:
         for event in self.decoder.poll():
+            if isinstance(event, PortBroken):
+                assert self.decoder_broken
+                continue
             assert isinstance(event, Arrived | Drained), "a stray would be a write after the end of its handoff"
             handoff = self.handoffs[event.immediate]
             assert not handoff.target_end
             handoff.target_end = type(event).__name__
             handoff.fenced = isinstance(event, Drained) and event.fenced
             if isinstance(event, Arrived):
-                first = handoff.ticket.start_token // TARGET.page_tokens
-                for layer in range(TARGET.num_layers):
-                    for index, page in enumerate(handoff.ticket.target_pages):
-                        assert self.pages.read(layer, page) == handoff.content(layer, first + index)
+                self.compare(handoff)
                 self.decoder.forget(event.request)
             self.pages.give_back(handoff.ticket.target_pages, 0xDD)
 
+    def compare(self, handoff: Handoff) -> None:
+        """Every rank has its heads of every position that it lacked."""
+        layout = self.target.layout
+        for rank, layer in itertools.product(range(self.target.tp), range(layout.num_layers)):
+            for index, page in enumerate(handoff.ticket.target_pages):
+                first = handoff.ticket.start_token + index * layout.page_tokens
+                tokens = range(first, min(handoff.num_tokens, first + layout.page_tokens))
+                rows = handoff.content(layer, self.target.heads_of(rank), layout.num_planes, tokens)
+                assert (self.pages.rows(rank, layer, page)[:, :, : len(tokens)] == rows).all()
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 1 << 32))
-def test_whatever_happens(seed: int) -> None:
-    world = World(seed)
+
+@pytest.mark.parametrize(("source_tp", "target_tp"), TP_OF_HEADS)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_whatever_happens_to_heads(seed: int, source_tp: int, target_tp: int) -> None:
+    world = World(seed, source_tp, target_tp, latent=False)
+    world.live(num_steps=300)
+    world.end()
+
+
+@pytest.mark.parametrize(("source_tp", "target_tp"), TP_OF_LATENT)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_whatever_happens_to_latents(seed: int, source_tp: int, target_tp: int) -> None:
+    world = World(seed, source_tp, target_tp, latent=True)
     world.live(num_steps=300)
     world.end()

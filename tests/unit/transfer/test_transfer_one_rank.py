@@ -1,4 +1,4 @@
-"""The messenger against a port that does what the test says."""
+"""A replica set of one rank against a port that does what the test says."""
 
 from __future__ import annotations
 
@@ -6,135 +6,25 @@ import errno
 import math
 from collections.abc import Iterator
 
-import msgspec
 import pytest
+from scripted_port import ScriptedPort
+from transfer_shapes import make_shape
 
 from pdd.base.errors import BadTicket, FabricBusy, FabricError, InvariantBroken, QueueFull
 from pdd.base.ids import Immediate, Incarnation, PageId, ReplicaName, RequestId
 from pdd.fabric.immediate import NUM_SLOTS, pack
-from pdd.fabric.port import (
-    CountReached,
-    Event,
-    Memory,
-    Peer,
-    PortFailed,
-    ProviderInfo,
-    RegisteredMemory,
-    StrayWrite,
-    Token,
-    Watch,
-    Write,
-    WriteDone,
-)
-from pdd.memory.layout import KvLayout
-from pdd.transfer.messenger import Arrived, Drained, Messenger, PortBroken, Sent, Stopped, Stray
-from pdd.wire.messages import PrefillRequest
+from pdd.fabric.port import CountReached, PortFailed, StrayWrite, Watch
+from pdd.transfer.group import Arrived, Drained, MessengerGroup, PortBroken, Sent, Stopped, Stray
+from pdd.transfer.messenger import Messenger
+from pdd.wire.messages import Grant, PrefillRequest
 
-LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_tokens=4, dtype="float32", num_pages=8)
-TARGET_LAYOUT = msgspec.structs.replace(LAYOUT, num_pages=20)
+SHAPE = make_shape(1, 1, page_tokens=4, num_pages=8)
+TARGET = make_shape(1, 1, page_tokens=4, num_pages=20)
+LAYOUT, TARGET_LAYOUT = SHAPE.layout, TARGET.layout
 DECODER, PREFILLER, OTHER = Incarnation("d" * 16), Incarnation("e" * 16), Incarnation("f" * 16)
 REPLICA = ReplicaName("decode/0")
 R = RequestId("r")
 WATCH = Watch(9)
-
-
-class ScriptedPort:
-    """Writes down what is asked of it; events are what the test puts into `script`."""
-
-    def __init__(self, *, fences: bool = True) -> None:
-        self.script: list[Event] = []
-        self.writes: list[Write] = []
-        self.cancelled: list[Token] = []
-        self.dropped: list[Peer] = []
-        self.released: list[Memory] = []
-        self.expected: dict[Immediate, int] = {}
-        self.placed: dict[Immediate, int] = {}
-        self.busy = False
-        self.write_error: FabricError | None = None
-        self.num_handles = 0
-        self.closed = False
-        self._fences = fences
-
-    @property
-    def info(self) -> ProviderInfo:
-        return ProviderInfo(
-            provider="scripted", library_version="0", pages_per_write=1, max_write_bytes=1, fences=self._fences
-        )
-
-    @property
-    def address(self) -> bytes:
-        return b"port"
-
-    def _handle(self) -> int:
-        self.num_handles += 1
-        return self.num_handles
-
-    def register(self, address: int, length_bytes: int) -> RegisteredMemory:
-        assert length_bytes == LAYOUT.arena_bytes
-        number = self._handle()
-        return RegisteredMemory(Memory(number), 1000 + number, address, b"endpoint %d" % number)
-
-    def release(self, memory: Memory) -> None:
-        self.released.append(memory)
-
-    def add_peer(self, address: bytes) -> Peer:
-        return Peer(self._handle())
-
-    def drop_peer(self, peer: Peer) -> None:
-        self.dropped.append(peer)
-
-    def watch(self, counter_address: int, wake_fd: int) -> Watch:
-        return WATCH
-
-    def unwatch(self, watch: Watch) -> None: ...
-
-    def expect(self, immediate: Immediate, num_pieces: int) -> None:
-        assert immediate not in self.expected
-        self.expected[immediate] = num_pieces
-
-    def arrived(self, immediate: Immediate) -> int:
-        return self.placed.get(immediate, 0)
-
-    def change_expected(self, immediate: Immediate, num_pieces: int) -> None:
-        if immediate not in self.expected:
-            raise FabricError("not expected", errno.ENOENT)
-        self.expected[immediate] = num_pieces
-
-    def unexpect(self, immediate: Immediate) -> int:
-        self.expected.pop(immediate, None)
-        return self.placed.pop(immediate, 0)
-
-    def write(self, write: Write) -> None:
-        if self.busy:
-            raise FabricBusy("no slot", errno.EAGAIN)
-        if self.write_error is not None:
-            raise self.write_error
-        self.writes.append(write)
-
-    def cancel(self, token: Token) -> None:
-        self.cancelled.append(token)
-
-    def fileno(self) -> int:
-        return 0
-
-    def events(self) -> list[Event]:
-        events, self.script = self.script, []
-        return events
-
-    def close(self) -> None:
-        self.closed = True
-
-    # For tests.
-
-    def done(self, index: int, error: int = 0, num_pieces: int | None = None) -> None:
-        write = self.writes[index]
-        full = write.num_layers * len(write.source_pages)
-        pieces = full if num_pieces is None else num_pieces
-        self.script.append(WriteDone(write.token, error, pieces, pieces * LAYOUT.page_bytes))
-
-    def reach(self, immediate: Immediate) -> None:
-        self.placed[immediate] = self.expected.pop(immediate)
-        self.script.append(CountReached(immediate, 1.0, 2.0))
 
 
 @pytest.fixture
@@ -142,18 +32,22 @@ def port() -> ScriptedPort:
     return ScriptedPort()
 
 
+def group(port: ScriptedPort, watch: Watch | None = None) -> MessengerGroup:
+    return MessengerGroup(SHAPE, [Messenger(port, SHAPE.layout, 4096, watch)])
+
+
 @pytest.fixture
-def target(port: ScriptedPort) -> Iterator[Messenger]:
-    messenger = Messenger(port, LAYOUT, 4096)
+def target(port: ScriptedPort) -> Iterator[MessengerGroup]:
+    messenger = group(port)
     messenger.grant(PREFILLER)
     yield messenger
     assert messenger.check() == []
 
 
 @pytest.fixture
-def source(port: ScriptedPort) -> Iterator[Messenger]:
-    messenger = Messenger(port, LAYOUT, 4096, WATCH)
-    messenger.connect(DECODER, REPLICA, b"there")
+def source(port: ScriptedPort) -> Iterator[MessengerGroup]:
+    messenger = group(port, WATCH)
+    messenger.connect(DECODER, grant(b"there", REPLICA))
     yield messenger
     assert messenger.check() == []
 
@@ -165,18 +59,28 @@ def ticket(**changes: object) -> PrefillRequest:
         "source_replica": ReplicaName("prefill/0"),
         "target_replica": REPLICA,
         "target_incarnation": DECODER,
-        "layout_digest": LAYOUT.digest(),
+        "shape_digest": TARGET.digest(),
+        "seed": 0,
         "prompt": tuple(range(15)),
         "start_token": 4,
         "target_pages": (PageId(19), PageId(3), PageId(11)),
-        "immediate": pack(5, 6),
+        "immediates": (pack(5, 6),),
         "lease_s": 1.0,
     }
     return PrefillRequest(**(fields | changes))  # type: ignore[arg-type]
 
 
-def accept(messenger: Messenger, **changes: object) -> None:
-    messenger.accept(ticket(**changes), DECODER, 77, 1 << 20, TARGET_LAYOUT)
+def arm(messenger: MessengerGroup, request: RequestId, peer: Incarnation, num_pages: int) -> Immediate:
+    (immediate,) = messenger.arm(request, peer, SHAPE, 0, 4 * num_pages)
+    return immediate
+
+
+def grant(address: bytes = b"there", replica: ReplicaName = REPLICA, rank: int = 0) -> Grant:
+    return Grant(replica=replica, rank=rank, address=address, key=77, base=1 << 20)
+
+
+def accept(messenger: MessengerGroup, **changes: object) -> None:
+    messenger.accept(ticket(**changes), DECODER, TARGET)
 
 
 def pages(*numbers: int) -> tuple[PageId, ...]:
@@ -186,7 +90,7 @@ def pages(*numbers: int) -> tuple[PageId, ...]:
 # The source.
 
 
-def test_chunks_become_writes_of_what_the_target_lacks(port: ScriptedPort, source: Messenger) -> None:
+def test_chunks_become_writes_of_what_the_target_lacks(port: ScriptedPort, source: MessengerGroup) -> None:
     accept(source)
     source.announce(R, 0, 8, last=False, pages=pages(7, 1), counter_base=40)
     source.announce(R, 8, 14, last=True, pages=pages(0, 6), counter_base=42)
@@ -200,17 +104,17 @@ def test_chunks_become_writes_of_what_the_target_lacks(port: ScriptedPort, sourc
     port.done(1)
     assert source.poll() == []
     port.done(0)
-    assert source.poll() == [Sent(request=R, immediate=pack(5, 6), num_pieces=6, num_bytes=6 * LAYOUT.page_bytes)]
+    assert source.poll() == [Sent(request=R, immediate=pack(5, 6), num_pieces=(6,), num_bytes=6 * LAYOUT.page_bytes)]
 
 
-def test_a_chunk_of_what_the_target_has_sends_nothing(port: ScriptedPort, source: Messenger) -> None:
+def test_a_chunk_of_what_the_target_has_sends_nothing(port: ScriptedPort, source: MessengerGroup) -> None:
     accept(source)
     source.announce(R, 0, 4, last=False, pages=pages(7), counter_base=0)
     assert port.writes == []
     assert source.poll() == []
 
 
-def test_cached_pages_wait_for_no_counter(port: ScriptedPort, source: Messenger) -> None:
+def test_cached_pages_wait_for_no_counter(port: ScriptedPort, source: MessengerGroup) -> None:
     accept(source)
     source.announce(R, 0, 14, last=True, pages=pages(0, 1, 2, 3), counter_base=None)
     (write,) = port.writes
@@ -223,7 +127,7 @@ def test_cached_pages_wait_for_no_counter(port: ScriptedPort, source: Messenger)
     [
         ({"target_replica": ReplicaName("decode/1")}, "not connected"),
         ({"target_incarnation": OTHER}, "target_incarnation"),
-        ({"layout_digest": "0" * 16}, "layout_digest"),
+        ({"shape_digest": "0" * 16}, "shape_digest"),
         ({"start_token": 5}, "start_token"),
         ({"start_token": -4}, "start_token"),
         ({"start_token": 16}, "start_token"),
@@ -235,41 +139,41 @@ def test_cached_pages_wait_for_no_counter(port: ScriptedPort, source: Messenger)
         ({"target_pages": (1, 2, 20)}, "outside"),
         ({"target_pages": (1, 2, -1)}, "outside"),
         ({"target_pages": (1, 2, 2)}, "twice"),
-        ({"immediate": -1}, "immediate"),
-        ({"immediate": 1 << 32}, "immediate"),
-        ({"immediate": pack(5, 6) | 1}, "immediate"),
+        ({"immediates": (-1,)}, "immediates"),
+        ({"immediates": (1 << 32,)}, "immediates"),
+        ({"immediates": (pack(5, 6) | 1,)}, "immediates"),
         ({"lease_s": math.nan}, "lease_s"),
         ({"lease_s": math.inf}, "lease_s"),
         ({"lease_s": 0.0}, "lease_s"),
     ],
 )
 def test_bad_tickets_name_the_field_and_leave_nothing(
-    source: Messenger, changes: dict[str, object], words: str
+    source: MessengerGroup, changes: dict[str, object], words: str
 ) -> None:
     with pytest.raises(BadTicket, match=words):
         accept(source, **changes)
     accept(source)
 
 
-def test_a_layout_that_does_not_fit_is_a_bad_ticket(source: Messenger) -> None:
-    with pytest.raises(BadTicket, match="page_tokens: 4 at the prefiller, 8 at the decoder"):
-        source.accept(ticket(), DECODER, 1, 0, msgspec.structs.replace(TARGET_LAYOUT, page_tokens=8))
+def test_a_shape_that_does_not_fit_is_a_bad_ticket(source: MessengerGroup) -> None:
+    with pytest.raises(BadTicket, match="page_tokens: 4 at the prefiller, 6 at the decoder"):
+        source.accept(ticket(), DECODER, make_shape(page_tokens=6))
 
 
-def test_a_ticket_is_good_for_one_handoff(source: Messenger) -> None:
+def test_a_ticket_is_good_for_one_handoff(source: MessengerGroup) -> None:
     accept(source)
     with pytest.raises(BadTicket, match="used by an earlier ticket"):
         accept(source)
     with pytest.raises(BadTicket, match="still being handed off"):
-        accept(source, immediate=pack(5, 7))
+        accept(source, immediates=(pack(5, 7),))
     source.stop(R)
     assert [type(event) for event in source.poll()] == [Stopped]
     with pytest.raises(BadTicket, match="used by an earlier ticket"):
         accept(source, request=RequestId("other"))
-    accept(source, immediate=pack(5, 7))
+    accept(source, immediates=(pack(5, 7),))
 
 
-def test_a_stop_confirms_what_was_posted_once_that_has_ended(port: ScriptedPort, source: Messenger) -> None:
+def test_a_stop_confirms_what_was_posted_once_that_has_ended(port: ScriptedPort, source: MessengerGroup) -> None:
     accept(source)
     source.announce(R, 0, 8, last=False, pages=pages(0, 1), counter_base=0)
     source.announce(R, 8, 12, last=False, pages=pages(2), counter_base=2)
@@ -280,17 +184,17 @@ def test_a_stop_confirms_what_was_posted_once_that_has_ended(port: ScriptedPort,
     port.done(0)
     assert source.poll() == []
     port.done(1, errno.ECANCELED, num_pieces=1)
-    assert source.poll() == [Stopped(request=R, immediate=pack(5, 6), num_pieces=3, reason="cancelled")]
+    assert source.poll() == [Stopped(request=R, immediate=pack(5, 6), num_pieces=(3,), reason="cancelled")]
     assert len(port.writes) == 2
 
 
-def test_a_stop_before_the_first_chunk(source: Messenger) -> None:
+def test_a_stop_before_the_first_chunk(source: MessengerGroup) -> None:
     accept(source)
     source.stop(R, "nobody wants it")
-    assert source.poll() == [Stopped(request=R, immediate=pack(5, 6), num_pieces=0, reason="nobody wants it")]
+    assert source.poll() == [Stopped(request=R, immediate=pack(5, 6), num_pieces=(0,), reason="nobody wants it")]
 
 
-def test_a_stop_of_what_ended_or_never_was_is_ignored(port: ScriptedPort, source: Messenger) -> None:
+def test_a_stop_of_what_ended_or_never_was_is_ignored(port: ScriptedPort, source: MessengerGroup) -> None:
     source.stop(R)
     accept(source)
     source.announce(R, 0, 14, last=True, pages=pages(0, 1, 2, 3), counter_base=0)
@@ -302,7 +206,7 @@ def test_a_stop_of_what_ended_or_never_was_is_ignored(port: ScriptedPort, source
     assert source.counters.ignored == 3
 
 
-def test_a_failed_write_stops_the_others(port: ScriptedPort, source: Messenger) -> None:
+def test_a_failed_write_stops_the_others(port: ScriptedPort, source: MessengerGroup) -> None:
     accept(source)
     source.announce(R, 0, 8, last=False, pages=pages(0, 1), counter_base=0)
     source.announce(R, 8, 14, last=True, pages=pages(2, 3), counter_base=2)
@@ -312,11 +216,11 @@ def test_a_failed_write_stops_the_others(port: ScriptedPort, source: Messenger) 
     port.done(1, errno.ECANCELED, num_pieces=0)
     (stopped,) = source.poll()
     assert isinstance(stopped, Stopped)
-    assert stopped.num_pieces == 1
+    assert stopped.num_pieces == (1,)
     assert "reset" in stopped.reason
 
 
-def test_a_busy_port_gets_the_write_later_and_in_order(port: ScriptedPort, source: Messenger) -> None:
+def test_a_busy_port_gets_the_write_later_and_in_order(port: ScriptedPort, source: MessengerGroup) -> None:
     accept(source)
     port.busy = True
     source.announce(R, 0, 8, last=False, pages=pages(0, 1), counter_base=0)
@@ -328,9 +232,9 @@ def test_a_busy_port_gets_the_write_later_and_in_order(port: ScriptedPort, sourc
     assert [write.counter_base for write in port.writes] == [0, 2]
 
 
-def test_a_stop_while_writes_wait_for_the_port(port: ScriptedPort, source: Messenger) -> None:
+def test_a_stop_while_writes_wait_for_the_port(port: ScriptedPort, source: MessengerGroup) -> None:
     accept(source)
-    accept(source, request=RequestId("other"), immediate=pack(7, 0))
+    accept(source, request=RequestId("other"), immediates=(pack(7, 0),))
     port.busy = True
     source.announce(R, 0, 8, last=False, pages=pages(0, 1), counter_base=0)
     source.announce(RequestId("other"), 0, 8, last=False, pages=pages(2, 3), counter_base=0)
@@ -341,7 +245,7 @@ def test_a_stop_while_writes_wait_for_the_port(port: ScriptedPort, source: Messe
     assert [write.source_pages for write in port.writes] == [(3,)]
 
 
-def test_a_write_that_the_port_refuses_stops_the_handoff(port: ScriptedPort, source: Messenger) -> None:
+def test_a_write_that_the_port_refuses_stops_the_handoff(port: ScriptedPort, source: MessengerGroup) -> None:
     accept(source)
     port.write_error = FabricError("no such peer", errno.EINVAL)
     source.announce(R, 0, 8, last=False, pages=pages(0, 1), counter_base=0)
@@ -350,12 +254,12 @@ def test_a_write_that_the_port_refuses_stops_the_handoff(port: ScriptedPort, sou
     assert "no such peer" in stopped.reason
 
 
-def test_a_lost_link_stops_all_that_goes_there(port: ScriptedPort, source: Messenger) -> None:
-    source.connect(DECODER, ReplicaName("decode/1"), b"elsewhere")
-    source.connect(OTHER, REPLICA, b"other")
+def test_a_lost_link_stops_all_that_goes_there(port: ScriptedPort, source: MessengerGroup) -> None:
+    source.connect(DECODER, grant(b"elsewhere", ReplicaName("decode/1")))
+    source.connect(OTHER, grant(b"other", REPLICA))
     accept(source)
     accept(source, request=RequestId("two"), target_replica=ReplicaName("decode/1"))
-    source.accept(ticket(request=RequestId("three"), target_incarnation=OTHER), OTHER, 1, 0, TARGET_LAYOUT)
+    source.accept(ticket(request=RequestId("three"), target_incarnation=OTHER), OTHER, TARGET)
     source.announce(R, 0, 8, last=False, pages=pages(0, 1), counter_base=0)
     source.disconnect(DECODER)
     assert len(port.dropped) == 2
@@ -368,11 +272,11 @@ def test_a_lost_link_stops_all_that_goes_there(port: ScriptedPort, source: Messe
     assert len(port.writes) == 2
 
 
-def test_a_replica_with_a_new_address_is_another_one(port: ScriptedPort, source: Messenger) -> None:
+def test_a_replica_with_a_new_address_is_another_one(port: ScriptedPort, source: MessengerGroup) -> None:
     accept(source)
-    source.connect(DECODER, REPLICA, b"there")
+    source.connect(DECODER, grant(b"there", REPLICA))
     assert source.poll() == []
-    source.connect(DECODER, REPLICA, b"anew")
+    source.connect(DECODER, grant(b"anew", REPLICA))
     assert len(port.dropped) == 1
     assert [type(event) for event in source.poll()] == [Stopped]
     accept(source)
@@ -391,7 +295,7 @@ def test_a_replica_with_a_new_address_is_another_one(port: ScriptedPort, source:
     ids=["gap", "too few pages", "ends early", "ends late", "page too large", "page negative"],
 )
 def test_impossible_chunks_change_nothing(
-    port: ScriptedPort, source: Messenger, chunk: tuple[int, int, bool, tuple[PageId, ...]]
+    port: ScriptedPort, source: MessengerGroup, chunk: tuple[int, int, bool, tuple[PageId, ...]]
 ) -> None:
     start, end, last, where = chunk
     accept(source)
@@ -402,8 +306,8 @@ def test_impossible_chunks_change_nothing(
 
 
 def test_a_replica_without_a_counter_cannot_arm(port: ScriptedPort) -> None:
-    messenger = Messenger(port, LAYOUT, 4096)
-    messenger.connect(DECODER, REPLICA, b"there")
+    messenger = group(port)
+    messenger.connect(DECODER, grant(b"there", REPLICA))
     accept(messenger)
     with pytest.raises(InvariantBroken, match="layer counter"):
         messenger.announce(R, 0, 8, last=False, pages=pages(0, 1), counter_base=0)
@@ -412,8 +316,8 @@ def test_a_replica_without_a_counter_cannot_arm(port: ScriptedPort) -> None:
 # The target.
 
 
-def test_all_pieces_arrive(port: ScriptedPort, target: Messenger) -> None:
-    immediate = target.arm(R, PREFILLER, 3)
+def test_all_pieces_arrive(port: ScriptedPort, target: MessengerGroup) -> None:
+    immediate = arm(target, R, PREFILLER, 3)
     assert port.expected == {immediate: 6}
     port.placed[immediate] = 4
     assert target.arrived(R) == (4, 6)
@@ -422,7 +326,7 @@ def test_all_pieces_arrive(port: ScriptedPort, target: Messenger) -> None:
         Arrived(request=R, immediate=immediate, num_pieces=6, num_bytes=6 * LAYOUT.page_bytes, first_s=1.0, last_s=2.0)
     ]
     assert target.arrived(R) == (6, 6)
-    target.stopped(R, immediate, 6)
+    target.stopped(R, immediate, (6,))
     target.rejected(R, immediate)
     target.revoke(PREFILLER)
     assert target.poll() == []
@@ -431,40 +335,40 @@ def test_all_pieces_arrive(port: ScriptedPort, target: Messenger) -> None:
     assert target.arrived(R) == (0, 0)
 
 
-def test_each_peer_has_a_key_of_its_own(port: ScriptedPort, target: Messenger) -> None:
-    mine, other = target.grant(PREFILLER), target.grant(OTHER)
+def test_each_peer_has_a_key_of_its_own(port: ScriptedPort, target: MessengerGroup) -> None:
+    (mine,), (other,) = target.grant(PREFILLER), target.grant(OTHER)
     assert mine.key != other.key
-    assert target.grant(PREFILLER) == mine
+    assert target.grant(PREFILLER) == (mine,)
     target.revoke(OTHER)
     assert port.released == [other.memory]
-    assert target.grant(OTHER).key not in (mine.key, other.key)
+    assert target.grant(OTHER)[0].key not in (mine.key, other.key)
 
 
-def test_a_stop_drains_when_what_was_posted_has_been_counted(port: ScriptedPort, target: Messenger) -> None:
-    immediate = target.arm(R, PREFILLER, 3)
-    target.stopped(R, immediate, 2)
+def test_a_stop_drains_when_what_was_posted_has_been_counted(port: ScriptedPort, target: MessengerGroup) -> None:
+    immediate = arm(target, R, PREFILLER, 3)
+    target.stopped(R, immediate, (2,))
     assert port.expected == {immediate: 2}
     assert target.poll() == []
-    target.stopped(R, immediate, 5)
+    target.stopped(R, immediate, (5,))
     assert port.expected == {immediate: 2}, "the second word does not count"
     port.reach(immediate)
     assert target.poll() == [Drained(request=R, immediate=immediate, fenced=False)]
-    again = target.arm(R, PREFILLER, 3)
+    again = arm(target, R, PREFILLER, 3)
     assert again != immediate
 
 
-def test_a_stop_that_crosses_the_last_arrival(port: ScriptedPort, target: Messenger) -> None:
-    immediate = target.arm(R, PREFILLER, 3)
+def test_a_stop_that_crosses_the_last_arrival(port: ScriptedPort, target: MessengerGroup) -> None:
+    immediate = arm(target, R, PREFILLER, 3)
     port.reach(immediate)
-    target.stopped(R, immediate, 6)
+    target.stopped(R, immediate, (6,))
     assert target.poll() == [Drained(request=R, immediate=immediate, fenced=False)]
 
 
 @pytest.mark.parametrize("num_pieces", [-1, 1, 7])
-def test_a_number_that_cannot_be_is_not_believed(port: ScriptedPort, target: Messenger, num_pieces: int) -> None:
-    immediate = target.arm(R, PREFILLER, 3)
+def test_a_number_that_cannot_be_is_not_believed(port: ScriptedPort, target: MessengerGroup, num_pieces: int) -> None:
+    immediate = arm(target, R, PREFILLER, 3)
     port.placed[immediate] = 2
-    target.stopped(R, immediate, num_pieces)
+    target.stopped(R, immediate, (num_pieces,))
     target.rejected(R, immediate)
     assert target.poll() == []
     assert target.counters.contradictions == 2
@@ -472,42 +376,42 @@ def test_a_number_that_cannot_be_is_not_believed(port: ScriptedPort, target: Mes
     assert target.poll() == [Drained(request=R, immediate=immediate, fenced=True)]
 
 
-def test_a_rejection_drains_at_once(target: Messenger) -> None:
-    immediate = target.arm(R, PREFILLER, 3)
+def test_a_rejection_drains_at_once(target: MessengerGroup) -> None:
+    immediate = arm(target, R, PREFILLER, 3)
     target.rejected(R, immediate)
     assert target.poll() == [Drained(request=R, immediate=immediate, fenced=False)]
 
 
-def test_news_of_another_handoff_changes_nothing(target: Messenger) -> None:
-    immediate = target.arm(R, PREFILLER, 3)
-    target.stopped(R, Immediate(immediate + 128), 0)
+def test_news_of_another_handoff_changes_nothing(target: MessengerGroup) -> None:
+    immediate = arm(target, R, PREFILLER, 3)
+    target.stopped(R, Immediate(immediate + 128), (0,))
     target.rejected(R, Immediate(immediate + 128))
-    target.stopped(RequestId("unknown"), immediate, 0)
+    target.stopped(RequestId("unknown"), immediate, (0,))
     target.rejected(RequestId("unknown"), immediate)
     assert target.poll() == []
     assert target.counters.ignored == 4
 
 
-def test_a_lost_peer_is_fenced_and_others_are_not(port: ScriptedPort, target: Messenger) -> None:
-    key = target.grant(PREFILLER)
+def test_a_lost_peer_is_fenced_and_others_are_not(port: ScriptedPort, target: MessengerGroup) -> None:
+    (key,) = target.grant(PREFILLER)
     target.grant(OTHER)
-    immediate = target.arm(R, PREFILLER, 3)
-    other = target.arm(RequestId("other"), OTHER, 1)
+    immediate = arm(target, R, PREFILLER, 3)
+    other = arm(target, RequestId("other"), OTHER, 1)
     target.revoke(PREFILLER)
     assert port.released == [key.memory]
     assert target.poll() == [Drained(request=R, immediate=immediate, fenced=True)]
     assert list(port.expected) == [other]
     target.revoke(PREFILLER)
     with pytest.raises(InvariantBroken):
-        target.arm(R, PREFILLER, 3)
+        arm(target, R, PREFILLER, 3)
 
 
 def test_without_fences_time_must_pass() -> None:
     port = ScriptedPort(fences=False)
-    target = Messenger(port, LAYOUT, 4096)
+    target = group(port)
     target.grant(PREFILLER)
-    immediate = target.arm(R, PREFILLER, 3)
-    counted = target.arm(RequestId("counted"), PREFILLER, 1)
+    immediate = arm(target, R, PREFILLER, 3)
+    counted = arm(target, RequestId("counted"), PREFILLER, 1)
     target.expire(R)
     target.revoke(PREFILLER)
     assert target.poll() == []
@@ -519,38 +423,38 @@ def test_without_fences_time_must_pass() -> None:
     assert target.check() == []
 
 
-def test_pages_in_flight_cannot_be_forgotten(target: Messenger) -> None:
-    target.arm(R, PREFILLER, 3)
+def test_pages_in_flight_cannot_be_forgotten(target: MessengerGroup) -> None:
+    arm(target, R, PREFILLER, 3)
     with pytest.raises(InvariantBroken, match="may still write"):
         target.forget(R)
 
 
-def test_a_request_has_one_handoff_at_a_time(target: Messenger) -> None:
-    target.arm(R, PREFILLER, 3)
+def test_a_request_has_one_handoff_at_a_time(target: MessengerGroup) -> None:
+    arm(target, R, PREFILLER, 3)
     with pytest.raises(InvariantBroken, match="armed already: True"):
-        target.arm(R, PREFILLER, 3)
+        arm(target, R, PREFILLER, 3)
 
 
-def test_a_late_write_is_a_stray_and_no_progress(port: ScriptedPort, target: Messenger) -> None:
-    immediate = target.arm(R, PREFILLER, 3)
+def test_a_late_write_is_a_stray_and_no_progress(port: ScriptedPort, target: MessengerGroup) -> None:
+    immediate = arm(target, R, PREFILLER, 3)
     target.rejected(R, immediate)
     port.script += [StrayWrite(immediate, 3), CountReached(immediate, 1.0, 2.0)]
     assert target.poll() == [Drained(request=R, immediate=immediate, fenced=False), Stray(3)]
     assert (target.counters.strays, target.counters.ignored) == (3, 1)
 
 
-def test_slots_run_out_and_come_back(target: Messenger) -> None:
+def test_slots_run_out_and_come_back(target: MessengerGroup) -> None:
     for number in range(NUM_SLOTS):
-        target.arm(RequestId(str(number)), PREFILLER, 1)
+        arm(target, RequestId(str(number)), PREFILLER, 1)
     with pytest.raises(QueueFull):
-        target.arm(R, PREFILLER, 1)
+        arm(target, R, PREFILLER, 1)
     target.revoke(PREFILLER)
     target.grant(PREFILLER)
-    target.arm(R, PREFILLER, 1)
+    arm(target, R, PREFILLER, 1)
 
 
 def test_a_port_that_will_not_arm_costs_no_slot(
-    port: ScriptedPort, target: Messenger, monkeypatch: pytest.MonkeyPatch
+    port: ScriptedPort, target: MessengerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(immediate: Immediate, num_pieces: int) -> None:
         raise FabricBusy("too many events wait", errno.EAGAIN)
@@ -558,18 +462,18 @@ def test_a_port_that_will_not_arm_costs_no_slot(
     with monkeypatch.context() as patch:
         patch.setattr(port, "expect", fail)
         with pytest.raises(FabricBusy):
-            target.arm(R, PREFILLER, 1)
-    target.arm(R, PREFILLER, 1)
+            arm(target, R, PREFILLER, 1)
+    arm(target, R, PREFILLER, 1)
 
 
 # Both.
 
 
 def test_a_broken_port_ends_everything(port: ScriptedPort) -> None:
-    messenger = Messenger(port, LAYOUT, 4096, WATCH)
+    messenger = group(port, WATCH)
     messenger.grant(PREFILLER)
-    immediate = messenger.arm(R, PREFILLER, 3)
-    messenger.connect(DECODER, REPLICA, b"there")
+    immediate = arm(messenger, R, PREFILLER, 3)
+    messenger.connect(DECODER, grant(b"there", REPLICA))
     accept(messenger)
     messenger.announce(R, 0, 8, last=False, pages=pages(0, 1), counter_base=0)
     port.done(0, errno.EIO, num_pieces=0)
@@ -579,17 +483,17 @@ def test_a_broken_port_ends_everything(port: ScriptedPort) -> None:
     assert drained == Drained(request=R, immediate=immediate, fenced=True)
     assert broken == PortBroken(errno.EIO)
     with pytest.raises(FabricError, match="port failed"):
-        messenger.arm(R, PREFILLER, 3)
+        arm(messenger, R, PREFILLER, 3)
     with pytest.raises(FabricError, match="port failed"):
-        accept(messenger, immediate=pack(8, 8))
+        accept(messenger, immediates=(pack(8, 8),))
     assert messenger.check() == []
 
 
 def test_close_ends_everything(port: ScriptedPort) -> None:
-    messenger = Messenger(port, LAYOUT, 4096, WATCH)
+    messenger = group(port, WATCH)
     messenger.grant(PREFILLER)
-    messenger.arm(R, PREFILLER, 3)
-    messenger.connect(DECODER, REPLICA, b"there")
+    arm(messenger, R, PREFILLER, 3)
+    messenger.connect(DECODER, grant(b"there", REPLICA))
     accept(messenger)
     messenger.close()
     assert port.closed

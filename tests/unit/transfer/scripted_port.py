@@ -1,0 +1,118 @@
+"""A port that does what the test says."""
+
+from __future__ import annotations
+
+import errno
+
+from pdd.base.errors import FabricBusy, FabricError
+from pdd.base.ids import Immediate
+from pdd.fabric.port import (
+    CountReached,
+    Event,
+    Memory,
+    Peer,
+    ProviderInfo,
+    RegisteredMemory,
+    Token,
+    Watch,
+    Write,
+    WriteDone,
+)
+
+
+class ScriptedPort:
+    """Writes down what is asked of it; events are what the test puts into `script`."""
+
+    def __init__(self, *, fences: bool = True) -> None:
+        self.script: list[Event] = []
+        self.writes: list[Write] = []
+        self.cancelled: list[Token] = []
+        self.dropped: list[Peer] = []
+        self.released: list[Memory] = []
+        self.expected: dict[Immediate, int] = {}
+        self.placed: dict[Immediate, int] = {}
+        self.busy = False
+        self.write_error: FabricError | None = None
+        self.num_handles = 0
+        self.closed = False
+        self._fences = fences
+
+    @property
+    def info(self) -> ProviderInfo:
+        return ProviderInfo(
+            provider="scripted", library_version="0", pages_per_write=1, max_write_bytes=1, fences=self._fences
+        )
+
+    @property
+    def address(self) -> bytes:
+        return b"port"
+
+    def _handle(self) -> int:
+        self.num_handles += 1
+        return self.num_handles
+
+    def register(self, address: int, length_bytes: int) -> RegisteredMemory:
+        number = self._handle()
+        return RegisteredMemory(Memory(number), 1000 + number, address, b"endpoint %d" % number)
+
+    def release(self, memory: Memory) -> None:
+        self.released.append(memory)
+
+    def add_peer(self, address: bytes) -> Peer:
+        return Peer(self._handle())
+
+    def drop_peer(self, peer: Peer) -> None:
+        self.dropped.append(peer)
+
+    def watch(self, counter_address: int, wake_fd: int) -> Watch:
+        return Watch(self._handle())
+
+    def unwatch(self, watch: Watch) -> None: ...
+
+    def expect(self, immediate: Immediate, num_pieces: int) -> None:
+        assert immediate not in self.expected
+        self.expected[immediate] = num_pieces
+
+    def arrived(self, immediate: Immediate) -> int:
+        return self.placed.get(immediate, 0)
+
+    def change_expected(self, immediate: Immediate, num_pieces: int) -> None:
+        if immediate not in self.expected:
+            raise FabricError("not expected", errno.ENOENT)
+        self.expected[immediate] = num_pieces
+
+    def unexpect(self, immediate: Immediate) -> int:
+        self.expected.pop(immediate, None)
+        return self.placed.pop(immediate, 0)
+
+    def write(self, write: Write) -> None:
+        if self.busy:
+            raise FabricBusy("no slot", errno.EAGAIN)
+        if self.write_error is not None:
+            raise self.write_error
+        self.writes.append(write)
+
+    def cancel(self, token: Token) -> None:
+        self.cancelled.append(token)
+
+    def fileno(self) -> int:
+        return 0
+
+    def events(self) -> list[Event]:
+        events, self.script = self.script, []
+        return events
+
+    def close(self) -> None:
+        self.closed = True
+
+    # For tests.
+
+    def done(self, index: int, error: int = 0, num_pieces: int | None = None) -> None:
+        write = self.writes[index]
+        full = write.num_layers * len(write.source_pages) * len(write.pieces)
+        pieces = full if num_pieces is None else num_pieces
+        self.script.append(WriteDone(write.token, error, pieces, pieces * write.pieces[0].length_bytes))
+
+    def reach(self, immediate: Immediate, first_s: float = 1.0, last_s: float = 2.0) -> None:
+        self.placed[immediate] = self.expected.pop(immediate)
+        self.script.append(CountReached(immediate, first_s, last_s))
