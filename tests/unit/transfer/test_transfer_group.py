@@ -138,6 +138,24 @@ def test_a_failed_write_stops_the_other_ranks() -> None:
     assert side.group.check() == []
 
 
+def test_what_one_rank_has_sent_counts_when_another_stops() -> None:
+    side = announced(TWO, ONE)
+    side.ports[0].done(0)
+    side.ports[1].done(0, errno.ECONNRESET, num_pieces=1)
+    (stopped,) = side.group.poll()
+    assert isinstance(stopped, Stopped)
+    assert stopped.num_pieces == (16 + 1,)
+
+
+def test_a_stop_that_ends_another_rank_at_once_is_told_at_once() -> None:
+    side = connected(TWO, ONE)
+    side.ports[0].busy = True
+    side.group.accept(ticket(ONE), DECODER, ONE)
+    side.group.announce(R, 0, 14, last=True, pages=[PageId(it) for it in range(4)], counter_base=0)
+    side.ports[1].done(0, errno.ECONNRESET, num_pieces=0)
+    assert [type(event) for event in side.group.poll()] == [Stopped]
+
+
 def test_a_stop_counts_for_each_target_rank() -> None:
     side = announced(ONE, TWO)
     side.group.stop(R, "cancelled")

@@ -471,7 +471,7 @@ def test_a_port_that_will_not_arm_costs_no_slot(
 
 def test_a_broken_port_ends_everything(port: ScriptedPort) -> None:
     messenger = group(port, WATCH)
-    messenger.grant(PREFILLER)
+    (key,) = messenger.grant(PREFILLER)
     immediate = arm(messenger, R, PREFILLER, 3)
     messenger.connect(DECODER, grant(b"there", REPLICA))
     accept(messenger)
@@ -482,6 +482,7 @@ def test_a_broken_port_ends_everything(port: ScriptedPort) -> None:
     assert isinstance(stopped, Stopped)
     assert drained == Drained(request=R, immediate=immediate, fenced=True)
     assert broken == PortBroken(errno.EIO)
+    assert port.released == [key.memory], "its NIC may live on"
     with pytest.raises(FabricError, match="port failed"):
         arm(messenger, R, PREFILLER, 3)
     with pytest.raises(FabricError, match="port failed"):
