@@ -153,7 +153,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only transformer with RMS norm, RoPE, grouped-query or latent attention, and SiLU-gated MLPs.
 
     llama, mistral, qwen2 and qwen3 differ only in the flags below; qwen3_moe has `moe`; deepseek_v3 has `mla` and
-    `moe`. The "toy" has no weights: of it only the KV layout's numbers, `vocab_size` and `max_position` mean anything.
+    `moe`. The "toy" has no weights: of it only the KV layout's numbers (with `mla`: of a latent cache), `vocab_size`
+    and `max_position` mean anything.
     Raises ValueError for numbers that make no network.
     """
 
@@ -224,7 +225,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             "llama": (False, False),
             "qwen3_moe": (True, False),
             "deepseek_v3": (True, True),
-            "toy": (False, False),
+            "toy": (False, self.mla is not None),
         }
         if (self.moe is not None, self.mla is not None) != parts[self.architecture]:
             raise ValueError(f"architecture {self.architecture!r} has other parts (moe, mla) than are given")

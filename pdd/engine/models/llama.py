@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3: grouped-query attention and a dense MLP in every layer."""
+"""Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE: grouped-query attention in every layer, and a dense or a sparse MLP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from safetensors import SafetensorError, safe_open
 from pdd.base.errors import ModelInvalid
 from pdd.engine.attention import PagedAttention
 from pdd.engine.models.decoder import Decoder, Layer, Tensors
-from pdd.engine.models.dense import DenseMlp, GroupedQueryAttention
+from pdd.engine.models.dense import GroupedQueryAttention
+from pdd.engine.models.experts import mlp_of
 from pdd.engine.models.rope import rope_table
 from pdd.engine.pack import PackedModel
 from pdd.engine.parallel import Parallel
@@ -29,7 +30,7 @@ def load_llama(packed: PackedModel, arena: Arena, progress: LayerProgress, paral
             attention_norm=own["attention_norm"],
             attention=GroupedQueryAttention(config, index, own, paged, parallel),
             mlp_norm=own["mlp_norm"],
-            mlp=DenseMlp.of(own, "", parallel),
+            mlp=mlp_of(config, index, own, parallel),
         )
         for index, own in enumerate(tensors_of_layers(tensors, config.num_layers))
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from pdd.base.errors import InvariantBroken
+from pdd.engine.models.deepseek import load_deepseek
 from pdd.engine.models.llama import load_llama
 from pdd.engine.pack import PackedModel
 from pdd.engine.parallel import Parallel
@@ -12,7 +13,7 @@ from pdd.engine.protocol import ExecutorConfig
 from pdd.engine.runner import LayerProgress, Model
 from pdd.memory.arena import Arena
 
-_LOADERS = {"llama": load_llama}
+_LOADERS = {"llama": load_llama, "qwen3_moe": load_llama, "deepseek_v3": load_deepseek}
 
 
 def load_model(packed: PackedModel, arena: Arena, progress: LayerProgress, config: ExecutorConfig) -> Model:

@@ -16,6 +16,7 @@ from pdd.base.errors import ModelInvalid
 from pdd.engine.config import (
     LinearScaling,
     Llama3Scaling,
+    Mla,
     ModelConfig,
     Moe,
     NoScaling,
@@ -53,6 +54,8 @@ class _Toy(msgspec.Struct):
     head_dim: int
     vocab_size: int
     max_position_embeddings: int
+    kv_lora_rank: int = 0
+    """With it the cache is a latent one: one head of kv_lora_rank + 2 numbers, whatever the two fields above say."""
     toy_layer_seconds: float = 0.0
 
 
@@ -121,13 +124,14 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def _toy(toy: _Toy) -> ModelConfig:
+    mla = _toy_mla(toy.kv_lora_rank) if toy.kv_lora_rank else None
     return ModelConfig(
         architecture="toy",
         num_layers=toy.num_hidden_layers,
         hidden_size=toy.num_key_value_heads * toy.head_dim,
         num_heads=toy.num_key_value_heads,
-        num_kv_heads=toy.num_key_value_heads,
-        head_dim=toy.head_dim,
+        num_kv_heads=1 if mla else toy.num_key_value_heads,
+        head_dim=mla.row_dim if mla else toy.head_dim,
         intermediate_size=0,
         vocab_size=toy.vocab_size,
         max_position=toy.max_position_embeddings,
@@ -138,7 +142,20 @@ def _toy(toy: _Toy) -> ModelConfig:
         mlp_bias=False,
         qk_norm=False,
         tied_embeddings=True,
+        mla=mla,
         toy_layer_seconds=toy.toy_layer_seconds,
+    )
+
+
+def _toy_mla(kv_lora_rank: int) -> Mla:
+    """Of which only the width of a row means anything."""
+    return Mla(
+        q_lora_rank=None,
+        kv_lora_rank=kv_lora_rank,
+        qk_nope_head_dim=2,
+        qk_rope_head_dim=2,
+        v_head_dim=2,
+        score_scale=1.0,
     )
 
 
