@@ -36,7 +36,8 @@ class Router:
 
     def _within_top_groups(self, merit: torch.Tensor) -> torch.Tensor:
         """Experts outside a token's best groups can no longer be chosen."""
-        groups = merit.unflatten(1, (self._moe.num_groups, self._moe.num_experts // self._moe.num_groups))
+        num_groups = self._moe.num_groups
+        groups = merit.view(len(merit), num_groups, self._moe.num_experts // num_groups)
         best = groups.topk(2).values.sum(dim=-1).topk(self._moe.top_groups).indices
         excluded = torch.ones(groups.shape[:2], dtype=torch.bool).scatter_(1, best, False)
         return groups.masked_fill(excluded[:, :, None], -torch.inf).view_as(merit)
