@@ -99,8 +99,9 @@ class Cluster:
                     raise AssertionError(f"{name} ended with {daemon.returncode}:\n{self.log(name)}")
             try:
                 async with self.session.get(f"{self.url}/ready") as response:
-                    return response.status == 200
-            except aiohttp.ClientConnectionError:
+                    served = response.status == 200
+                return served and all([(await self.ask(name, "status"))["ready"] for name in self.daemons])
+            except (aiohttp.ClientConnectionError, FileNotFoundError, ConnectionRefusedError):
                 return False
 
         await eventually(ready, START_S, lambda: "\n".join(f"--- {name}\n{self.log(name)}" for name in self.daemons))
