@@ -10,6 +10,7 @@ from pdd.base.errors import PddError
 
 BENCHES = {
     "fabric": "one-sided page writes between two processes, by provider and page size",
+    "transfer": "a handoff between two shapes, without a model",
     "engine": "prefill and decode on this machine, against a plain torch loop",
     "serve": "latency and throughput of any OpenAI server under load",
 }
