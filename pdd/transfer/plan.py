@@ -88,16 +88,18 @@ def plan_legs(source: KvShape, target: KvShape, seed: int) -> tuple[Leg, ...]:
     Ranks that hold the same heads take turns in an order that is shuffled anew for each round: whoever numbers his
     requests 0, 1, 2 ... loads them evenly, and seeds at random do so on average.
     """
-    legs = []
-    for target_rank in range(target.tp):
-        heads = target.heads_of(target_rank)
-        first = heads.start
-        while first < heads.stop:
-            source_rank = _choose(source, target, first, target_rank, seed)
-            last = min(heads.stop, source.heads_of(source_rank).stop)
-            legs.append(Leg(source_rank, target_rank, range(first, last)))
-            first = last
-    return tuple(legs)
+    return tuple(leg for rank in range(target.tp) for leg in legs_to(source, target, rank, seed))
+
+
+def legs_to(source: KvShape, target: KvShape, target_rank: int, seed: int) -> Iterator[Leg]:
+    """Those that fill one target rank's pages, by their heads."""
+    heads = target.heads_of(target_rank)
+    first = heads.start
+    while first < heads.stop:
+        source_rank = _choose(source, target, first, target_rank, seed)
+        last = min(heads.stop, source.heads_of(source_rank).stop)
+        yield Leg(source_rank, target_rank, range(first, last))
+        first = last
 
 
 def _choose(source: KvShape, target: KvShape, head: int, target_rank: int, seed: int) -> int:
@@ -198,11 +200,7 @@ def _continues(before: Piece, run: Piece) -> bool:
 
 def expected_pieces(source: KvShape, target: KvShape, target_rank: int, start_token: int, num_tokens: int) -> int:
     """What a target rank counts for a handoff: pieces of all layers from all source ranks, whatever the seed."""
-    per_block = sum(
-        len(_phase_pieces(source, target, leg, 0))
-        for leg in plan_legs(source, target, seed=0)
-        if leg.target_rank == target_rank
-    )
+    per_block = sum(len(_phase_pieces(source, target, leg, 0)) for leg in legs_to(source, target, target_rank, seed=0))
     return target.layout.num_layers * len(lacking_blocks(source, target, start_token, num_tokens)) * per_block
 
 
