@@ -73,10 +73,6 @@ class Gathering:
             raise ReplicaFailed(f"{self._name}: another rank of the replica died or stopped: {error}") from error
         return []
 
-    def close(self) -> None:
-        for one in self._others:
-            one.close()
-
 
 def _accept(address: str, num_others: int) -> list[socket.socket]:
     """The other ranks' connections, by rank."""

@@ -15,6 +15,7 @@ Between CPU ranks gloo runs over the loopback interface, between GPUs NCCL.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -69,8 +70,8 @@ class Parallel:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         name, num_ranks = f"{config.replica} rank {config.rank}", config.dp * config.tp
         backend = "nccl" if device.type == "cuda" else "gloo"
+        store = _meet(name, num_ranks, config)
         try:
-            store = _meet(config)
             dist.init_process_group(
                 backend,
                 store=store,
@@ -86,8 +87,8 @@ class Parallel:
                     tp_group = group
         except RuntimeError as error:
             raise OperatorError(
-                f"{name}: the {num_ranks} ranks of the replica did not meet at {config.rendezvous} "
-                f"({_first_line(error)}); see why the others did not start"
+                f"{name}: cannot connect to the replica's other {num_ranks - 1} ranks by {backend} ({_reason(error)}); "
+                "see whether one of them failed, and whether the loopback interface is up (ip link show lo)"
             ) from error
         ours = (tp_group if config.tp > 1 else None, dist.group.WORLD if config.ep > 1 else None)
         return cls(name, config.rank, (config.tp, config.dp, config.ep), device, ours)
@@ -145,29 +146,31 @@ class Parallel:
             dist.all_to_all_single(received, rows, receive, send, group=self._ep_group)
         return received
 
-    def close(self) -> None:
-        """Leaves the groups. The other ranks' collectives fail from now on."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
             raise ReplicaFailed(
-                f"{self._name}: another rank of the replica died or stopped in the {what}: {_first_line(error)}"
+                f"{self._name}: another rank of the replica died or stopped in the {what}: {_reason(error)}"
             ) from error
 
 
-def _meet(config: ExecutorConfig) -> FileStore:
+def _meet(name: str, num_ranks: int, config: ExecutorConfig) -> FileStore:
     """Returns when all ranks are there. torch would wait, too, but no longer than for any other collective."""
-    num_ranks = config.dp * config.tp
-    store = FileStore(config.rendezvous, num_ranks)
-    store.set(f"here/{config.rank}", "")
-    store.wait([f"here/{rank}" for rank in range(num_ranks)], timedelta(seconds=JOIN_S))
+    try:
+        store = FileStore(config.rendezvous, num_ranks)
+        store.set(f"here/{config.rank}", "")
+        store.wait([f"here/{rank}" for rank in range(num_ranks)], timedelta(seconds=JOIN_S))
+    except RuntimeError as error:
+        raise OperatorError(
+            f"{name}: the replica's {num_ranks} ranks did not all come to {config.rendezvous} within {JOIN_S:g} s "
+            f"({_reason(error)}); see why the others did not start"
+        ) from error
     return store
 
 
-def _first_line(error: RuntimeError) -> str:
-    return str(error).partition("\n")[0]
+def _reason(error: RuntimeError) -> str:
+    """The first line, without the place in gloo's source before it and the advice after it."""
+    line = str(error).partition("\n")[0]
+    return re.sub(r"^\[[^]]*] *", "", line).partition(". This is typically")[0]

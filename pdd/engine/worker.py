@@ -191,4 +191,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # without the libraries' own farewells: gloo's aborts the process where a peer is gone

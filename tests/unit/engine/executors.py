@@ -20,6 +20,7 @@ from pdd.engine.protocol import (
     ExecutorReady,
     FromExecutor,
     Row,
+    Sampled,
     StartSequence,
     Step,
     StepDone,
@@ -106,48 +107,41 @@ class ReplicaOfRanks:
                 self.counters.append(LayerCounter.map(fds[1]))
                 self.wakes += [WakeFd(fd) for fd in fds[2:]]
 
-    def send(
-        self, rows: list[Row], start: list[StartSequence], *, set_index: int = 0, joint: bool = False,
-        ranks: list[int] | None = None,
-    ) -> None:  # fmt: skip
-        """A step for a set, or only for some `ranks` of it."""
+    def send(self, rows: list[Row], start: list[StartSequence], set_index: int = 0, joint: bool = False) -> None:
         self._number += 1
-        step = Step(number=self._number, release=[], start=start, rows=rows, joint=joint)
-        for tp_rank, one in enumerate(self.of_set(set_index)):
-            if ranks is None or tp_rank in ranks:
-                one.send(step)
+        for one in self.of_set(set_index):
+            one.send(Step(number=self._number, release=[], start=start, rows=rows, joint=joint))
 
-    def receive(self, set_index: int = 0) -> list[int]:
-        """The lead's tokens, after all ranks have answered; the others must have none."""
+    def receive(self, set_index: int = 0) -> list[Sampled]:
+        """The lead's answer, after all ranks have answered; the others' must be empty."""
         answers = [one.receive()[0] for one in self.of_set(set_index)]
-        for answer in answers:
+        for tp_rank, answer in enumerate(answers):
             assert isinstance(answer, StepDone), answer
-        lead, *others = answers
-        assert not any(answer.sampled for answer in others)  # type: ignore[union-attr]
-        return [sampled.token for sampled in lead.sampled]  # type: ignore[union-attr]
+            assert tp_rank == 0 or not answer.sampled
+        return answers[0].sampled  # type: ignore[union-attr]
 
-    def step(self, rows: list[Row], start: list[StartSequence], set_index: int = 0) -> list[int]:
-        self.send(rows, start, set_index=set_index)
-        return self.receive(set_index)
+    def step(self, rows: list[Row], start: list[StartSequence]) -> list[Sampled]:
+        self.send(rows, start)
+        return self.receive()
 
     def of_set(self, set_index: int) -> list[Executor]:
         return self.executors[set_index * self.tp : (set_index + 1) * self.tp]
 
     def generate(
-        self, sequence: int, prompt: list[int], pages: list[int], *, chunk: int, num_tokens: int, set_index: int = 0
-    ) -> list[int]:
-        """Prefills in chunks, as far as the last prompt token without sampling, then decodes."""
-        one = SequenceId(sequence)
-        start = [StartSequence(one, prompt, [], pages, SamplingParams(max_tokens=num_tokens, temperature=0.0))]
-        for at in range(0, len(prompt) - 1, chunk):
-            tokens = prompt[at : min(at + chunk, len(prompt) - 1)]
-            assert self.step([Row(one, at, tokens, [], False)], start, set_index) == []
-            start = []
-        text = [prompt[-1]]
-        for at in range(num_tokens):
-            text += self.step([Row(one, len(prompt) - 1 + at, text[-1:], [], True)], start, set_index)
-            start = []
-        return text[1:]
+        self, prompts: dict[int, list[int]], pages: list[int], chunk: int, num_tokens: int
+    ) -> dict[int, list[Sampled]]:
+        """Every set its own prompt, all in step; a set that is done, or has no prompt, takes part with empty steps."""
+        answers: dict[int, list[Sampled]] = {at: [] for at in prompts}
+        rounds = {at: _rounds(prompt, pages, chunk, num_tokens, answers[at]) for at, prompt in prompts.items()}
+        while steps := {at: step for at, one in rounds.items() if (step := next(one, None))}:
+            for at in range(self.dp):
+                rows, start = steps.get(at, ([], []))
+                self.send(rows, start, at, joint=self.dp > 1)
+            for at in range(self.dp):
+                sampled = self.receive(at)
+                if at in steps:
+                    answers[at] += sampled
+        return answers
 
     def kv(self, rank: int) -> npt.NDArray[np.uint8]:
         """A copy of a rank's arena: [layers, pages, bytes]."""
@@ -160,6 +154,23 @@ class ReplicaOfRanks:
             one.kill()
         for mapped in (*self.arenas, *self.counters, *self.wakes):
             mapped.close()
+
+
+def _rounds(
+    prompt: list[int], pages: list[int], chunk: int, num_tokens: int, answers: list[Sampled]
+) -> Iterator[tuple[list[Row], list[StartSequence]]]:
+    """One sequence's steps: the prompt in chunks, without its last token, and then token by token."""
+    sequence = SequenceId(len(prompt))
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, num_logprobs=4)
+    start = [StartSequence(sequence, prompt, [], pages, sampling)]
+    last = len(prompt) - 1
+    for at in range(0, last, chunk):
+        yield [Row(sequence, at, prompt[at : min(at + chunk, last)], [], False)], start
+        start = []
+    for at in range(num_tokens):
+        token = answers[-1].token if answers else prompt[-1]
+        yield [Row(sequence, last + at, [token], [], True)], start
+        start = []
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from tiny_checkpoints import byte_tokenizer
 from pdd.base.ids import SequenceId
 from pdd.engine.config import ModelConfig, Rope, TextConfig
 from pdd.engine.pack import PackedModel, pack
-from pdd.engine.protocol import Row, StartSequence
+from pdd.engine.protocol import Row, Sampled, StartSequence, Step
 from pdd.engine.toy import continuation
 from pdd.lifecycle.request import SamplingParams
 from pdd.memory.shape import heads_of
@@ -31,6 +31,7 @@ TOY = ModelConfig(
     mlp_bias=False, qk_norm=False, tied_embeddings=True,
 )  # fmt: skip
 PROMPT = [(17 * at) % 90 + 3 for at in range(41)]
+PROMPTS = [PROMPT, PROMPT[:5], PROMPT[::-1][:30], PROMPT[7:20]]
 PAGES = [9, 3, 7, 1, 8, 2, 0, 4, 6, 5, 11, 10, 15, 12, 14, 13]
 
 SMALL: dict[str, Any] = {
@@ -54,6 +55,20 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: transformers.Qwen2ForCausalLM(
         transformers.Qwen2Config(
             **WIDE, num_attention_heads=8, num_key_value_heads=2, intermediate_size=2048, tie_word_embeddings=True
+        )
+    ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            **SMALL, num_attention_heads=6, num_key_value_heads=2, intermediate_size=64, head_dim=16, num_experts=7,
+            num_experts_per_tok=3, moe_intermediate_size=20, mlp_only_layers=[1], norm_topk_prob=True,
+        )
+    ),
+    "deepseek": lambda: transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(
+            **SMALL, num_attention_heads=6, num_key_value_heads=6, intermediate_size=64, q_lora_rank=28,
+            kv_lora_rank=24, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, n_routed_experts=16,
+            n_shared_experts=2, n_group=4, topk_group=2, num_experts_per_tok=3, moe_intermediate_size=20,
+            first_k_dense_replace=1,
         )
     ),
 }  # fmt: skip
@@ -108,8 +123,21 @@ def toy_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def generate(replica: ReplicaOfRanks, set_index: int = 0) -> list[int]:
-    return replica.generate(7, PROMPT, PAGES, chunk=16, num_tokens=12, set_index=set_index)
+def generate(replica: ReplicaOfRanks, *sets: int) -> dict[int, list[Sampled]]:
+    return replica.generate(dict.fromkeys(sets or (0,), PROMPT), PAGES, chunk=16, num_tokens=6)
+
+
+def tokens(answer: list[Sampled]) -> list[int]:
+    return [sampled.token for sampled in answer]
+
+
+def assert_same_answer(answer: list[Sampled], expected: list[Sampled]) -> None:
+    """Tokens are equal, and the logprobs of the best few close."""
+    assert tokens(answer) == tokens(expected)
+    for one, other in zip(answer, expected, strict=True):
+        assert one.logprobs is not None
+        assert other.logprobs is not None
+        assert dict(one.logprobs.top) == pytest.approx(dict(other.logprobs.top), abs=1e-3)
 
 
 @pytest.mark.parametrize(("tp", "num_kv_heads"), [(2, 2), (3, 3), (4, 2), (1, 6)])
@@ -119,15 +147,15 @@ def test_toys_of_any_shape_give_one_text(tmp_path: Path, toy_dir: Path, tp: int,
     with replica_of_ranks(toy_dir, tmp_path / "meet", tp) as replica:
         layout = replica.arenas[0].layout
         assert layout.num_kv_heads == max(num_kv_heads // tp, 1)
-        assert generate(replica) == continuation(model, layout, PROMPT, 12)
-        assert replica.counters[0].read() == 3 * (3 + 12)
-        assert [wake.drain() for wake in replica.wakes] == [3 * (3 + 12)] * tp
+        assert tokens(generate(replica)[0]) == continuation(model, layout, PROMPT, 6)
+        assert replica.counters[0].read() == 3 * (3 + 6)
+        assert [wake.drain() for wake in replica.wakes] == [3 * (3 + 6)] * tp
 
 
 def test_a_wrong_byte_on_any_rank_changes_the_toys_text(tmp_path: Path, toy_dir: Path) -> None:
     with replica_of_ranks(toy_dir, tmp_path / "meet", 4) as replica:  # each head twice
         generate(replica)
-        again = [Row(SequenceId(7), len(PROMPT) - 1, PROMPT[-1:], [], True)]
+        again = [Row(SequenceId(len(PROMPT)), len(PROMPT) - 1, PROMPT[-1:], [], True)]
         right = replica.step(again, [])
         for arena in replica.arenas:
             at = arena.layout.offset_bytes(1, PAGES[2]) + 5
@@ -153,9 +181,9 @@ def test_ranks_together_give_the_tokens_of_one(
         replica_of_ranks(directory, tmp_path / "alone", 1) as alone,
         replica_of_ranks(directory, tmp_path / "meet", tp) as together,
     ):
-        assert generate(together) == generate(alone)
+        assert_same_answer(generate(together)[0], generate(alone)[0])
         assert_same_cache(together, alone)
-        assert together.counters[0].read() == alone.counters[0].read() == 3 * (3 + 12)
+        assert together.counters[0].read() == alone.counters[0].read() == 3 * (3 + 6)
 
 
 def assert_same_cache(together: ReplicaOfRanks, alone: ReplicaOfRanks) -> None:
@@ -163,6 +191,54 @@ def assert_same_cache(together: ReplicaOfRanks, alone: ReplicaOfRanks) -> None:
     for rank in range(together.tp):
         ours = heads_of(rank, together.tp, whole.shape[3])
         np.testing.assert_allclose(heads(together, rank), whole[:, :, :, ours.start : ours.stop], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "dp", "ep"),
+    [
+        ("qwen3-moe", 2, 1, 1),
+        ("deepseek", 2, 1, 2),
+        ("qwen3-moe", 1, 2, 2),
+        ("deepseek", 1, 4, 4),
+        ("deepseek", 2, 2, 4),
+    ],
+)
+def test_experts_on_many_ranks_answer_as_on_one(
+    models: Callable[[str], PackedModel],
+    alone: Callable[[str], dict[int, list[Sampled]]],
+    tmp_path: Path,
+    name: str,
+    tp: int,
+    dp: int,
+    ep: int,
+) -> None:
+    """Each set has a prompt of its own length: while one prefills another samples, and the first to be done waits."""
+    prompts = dict(enumerate(PROMPTS[:dp]))
+    with replica_of_ranks(models(name).dir, tmp_path / "meet", tp, dp=dp, ep=ep) as replica:
+        answers = replica.generate({dp - 1: PROMPTS[0]}, PAGES, 16, 3)  # the other sets only take part
+        assert tokens(answers[dp - 1]) == tokens(alone(name)[0][:3])
+        before = [counter.read() for counter in replica.counters]
+        answers = replica.generate(prompts, PAGES, 16, 8)
+        for at, prompt in prompts.items():
+            assert_same_answer(answers[at], alone(name)[at])
+            num_steps = -(-(len(prompt) - 1) // 16) + 8
+            assert replica.counters[at].read() - before[at] == 3 * num_steps
+
+
+@pytest.fixture(scope="module")
+def alone(
+    models: Callable[[str], PackedModel], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[int, list[Sampled]]]:
+    """What one rank answers to PROMPTS."""
+    made: dict[str, dict[int, list[Sampled]]] = {}
+
+    def answers(name: str) -> dict[int, list[Sampled]]:
+        if name not in made:
+            with replica_of_ranks(models(name).dir, tmp_path_factory.mktemp("alone") / "meet", 1) as one:
+                made[name] = {at: one.generate({0: prompt}, PAGES, 16, 8)[0] for at, prompt in enumerate(PROMPTS)}
+        return made[name]
+
+    return answers
 
 
 class Memory:
@@ -194,8 +270,9 @@ def test_ranks_of_a_node_share_the_weights(
     ):
         generate(small)
         baseline = Memory(small.executors[0].process.pid, packed.weights)
-        expected = generate(tp)
-        assert [generate(dp, set_index) for set_index in range(4)] == [expected] * 4
+        expected = generate(tp)[0]
+        for answer in generate(dp, 0, 1, 2, 3).values():
+            assert_same_answer(answer, expected)
         assert_same_cache(tp, dp)
         memories = [Memory(one.process.pid, packed.weights) for one in (*dp.executors, *tp.executors)]
         for name, part in (("dp 4", memories[:4]), ("tp 4", memories[4:])):
@@ -249,7 +326,7 @@ def test_when_a_rank_dies_the_others_say_so_and_end(
         replica.executors[victim].process.kill()
         replica.executors[victim].process.wait(60)
         start = [StartSequence(SequenceId(1), PROMPT, [], PAGES, SamplingParams(max_tokens=1))]
-        replica.send([Row(SequenceId(1), 0, PROMPT, [], True)], start, ranks=[1 - victim])
+        other.send(Step(number=99, release=[], start=start, rows=[Row(SequenceId(1), 0, PROMPT, [], True)]))
         failure = other.failure()
         assert f"node/0 rank {1 - victim}: another rank of the replica died" in failure.message
         assert other.process.wait(60) == failure.exit_code == 1
