@@ -21,11 +21,12 @@ def ticket(prompt: tuple[int, ...] = (1, 2, 3)) -> PrefillRequest:
         source_replica=ReplicaName("a/0"),
         target_replica=ReplicaName("b/0"),
         target_incarnation=Incarnation("0" * 16),
-        layout_digest="d",
+        shape_digest="d",
+        seed=7,
         prompt=prompt,
         start_token=0,
         target_pages=(PageId(7), PageId(0)),
-        immediate=pack(5, 6),
+        immediates=(pack(5, 6), pack(7, 8)),
         lease_s=1.5,
     )
 
