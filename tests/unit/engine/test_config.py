@@ -7,7 +7,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdd.engine.config import LinearScaling, Llama3Scaling, ModelConfig, NoScaling, Rope, RopeScaling, YarnScaling
+from pdd.engine.config import (
+    LinearScaling,
+    Llama3Scaling,
+    Mla,
+    ModelConfig,
+    Moe,
+    NoScaling,
+    Rope,
+    RopeScaling,
+    YarnScaling,
+)
 
 NUMBERS: dict[str, Any] = {
     "architecture": "llama",
@@ -29,6 +39,30 @@ NUMBERS: dict[str, Any] = {
 }
 
 
+MOE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "expert_intermediate_size": 20,
+    "num_shared_experts": 3,
+    "scoring": "sigmoid",
+    "norm_topk": True,
+    "num_groups": 4,
+    "top_groups": 2,
+    "routed_scaling": 2.5,
+    "dense_layers": (0,),
+}
+MLA = Mla(
+    q_lora_rank=None, kv_lora_rank=24, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, score_scale=0.2
+)  # fmt: skip
+LATENT: dict[str, Any] = NUMBERS | {
+    "architecture": "deepseek_v3",
+    "num_kv_heads": 1,
+    "head_dim": 32,
+    "moe": Moe(**MOE),
+    "mla": MLA,
+}
+
+
 @pytest.mark.parametrize(
     "scaling",
     [
@@ -41,6 +75,31 @@ NUMBERS: dict[str, Any] = {
 def test_a_config_survives_its_file(scaling: RopeScaling) -> None:
     config = ModelConfig(**NUMBERS | {"rope": Rope(base=5e5, scaling=scaling)})
     assert msgspec.json.decode(msgspec.json.encode(config), type=ModelConfig) == config
+
+
+def test_a_sparse_latent_config_survives_its_file() -> None:
+    config = ModelConfig(**LATENT)
+    assert msgspec.json.decode(msgspec.json.encode(config), type=ModelConfig) == config
+    assert (config.num_planes, config.shared_intermediate_size) == (1, 60)
+    assert [config.is_sparse(layer) for layer in range(2)] == [False, True]
+    dense = ModelConfig(**NUMBERS)
+    assert (dense.num_planes, dense.shared_intermediate_size, dense.is_sparse(0)) == (2, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"moe": None}, "other parts"),
+        ({"mla": None}, "other parts"),
+        ({"architecture": "llama"}, "other parts"),
+        ({"num_kv_heads": 2}, "1 head of 32, not 2 of 32"),
+        ({"head_dim": 24}, "1 head of 32, not 1 of 24"),
+        ({"moe": Moe(**MOE | {"num_experts": 4_000_000})}, "for damage"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ModelConfig(**LATENT | change)
 
 
 @pytest.mark.parametrize(

@@ -10,24 +10,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from single_rank import GREEDY, VOCAB_SIZE, Engine, close, expected_logits, prompt_of, save
 
 from pdd.base.errors import ModelInvalid, ReplicaFailed
 from pdd.base.ids import SequenceId
 from pdd.engine.attention import BatchPlan
-from pdd.engine.models.llama import load_llama
 from pdd.engine.pack import PackedModel, pack
-from pdd.engine.parallel import Parallel
 from pdd.engine.protocol import StartSequence
-from pdd.engine.runner import BatchRow, LayerProgress, SequenceState
+from pdd.engine.runner import BatchRow, SequenceState
 from pdd.engine.sampler import sample
-from pdd.lifecycle.request import SamplingParams
-from pdd.memory.arena import Arena, LayerCounter, WakeFd
-from pdd.memory.layout import KvLayout
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "initializer_range": 0.3,
-    "bos_token_id": 0, "eos_token_id": 1,
+    "vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5, "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 ROPES: dict[str, Any] = {
     "llama3": {
@@ -49,43 +45,6 @@ KINDS: dict[str, Any] = {
         for name, rope in ROPES.items()
     },
 }
-GREEDY = SamplingParams(max_tokens=99, temperature=0.0)
-
-
-class Engine:
-    """A loaded model with its arena and a page for everyone."""
-
-    def __init__(self, packed: PackedModel, page_tokens: int = 16, num_pages: int = 64) -> None:
-        config = packed.config
-        layout = KvLayout(
-            num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            page_tokens=page_tokens, dtype=packed.dtype, num_pages=num_pages,
-        )  # fmt: skip
-        self.layout = layout
-        self.arena, self.counter, self.wake = Arena.create(layout), LayerCounter.create(), WakeFd.create()
-        progress = LayerProgress(self.counter, [self.wake])
-        self.model = load_llama(packed, self.arena, progress, Parallel.solo(), 1)
-        self.free = torch.randperm(num_pages, generator=torch.Generator().manual_seed(3)).tolist()
-
-    def sequence(self, prompt: list[int], room: int) -> SequenceState:
-        count = self.layout.num_pages_for(len(prompt) + room)
-        pages, self.free = self.free[:count], self.free[count:]
-        return SequenceState(StartSequence(SequenceId(len(self.free)), prompt, [], pages, GREEDY))
-
-    def logits(self, *rows: BatchRow) -> torch.Tensor:
-        return self.model.logits(BatchPlan(list(rows), self.layout.page_tokens))
-
-    def prefill(self, sequence: SequenceState, chunk_tokens: int) -> torch.Tensor:
-        """Logits after the whole prompt, which runs in chunks."""
-        tokens = sequence.prompt
-        for start in range(0, len(tokens), chunk_tokens):
-            chunk = tokens[start : start + chunk_tokens]
-            logits = self.logits(BatchRow(sequence, start, chunk, start + len(chunk) == len(tokens)))
-        return logits[0]
-
-    def close(self) -> None:
-        for one in (self.arena, self.counter, self.wake):
-            one.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,10 +67,7 @@ def oracle(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def saved(oracle: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    oracle.save_pretrained(path)
-    _save_tokenizer(path)
-    return path
+    return save(oracle, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -126,28 +82,6 @@ def engine(packed: PackedModel) -> Iterator[Engine]:
     engine.close()
 
 
-def _save_tokenizer(path: Path) -> None:
-    from tokenizers import Tokenizer  # noqa: PLC0415
-    from tokenizers.models import WordLevel  # noqa: PLC0415
-
-    words = {f"w{index}": index for index in range(SMALL["vocab_size"])}
-    Tokenizer(WordLevel(words, unk_token="w0")).save(str(path / "tokenizer.json"))
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(2, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-@torch.inference_mode()
-def expected_logits(oracle: Any, tokens: list[int]) -> torch.Tensor:
-    logits: torch.Tensor = oracle(torch.tensor([tokens])).logits[0, -1]
-    return logits
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
-
-
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 999])
 def test_logits_do_not_depend_on_the_chunks(oracle: Any, engine: Engine, chunk_tokens: int) -> None:
     prompt = prompt_of(150)
@@ -158,14 +92,7 @@ def test_logits_do_not_depend_on_the_chunks(oracle: Any, engine: Engine, chunk_t
 def test_greedy_tokens_are_the_oracles(oracle: Any, engine: Engine) -> None:
     prompt = prompt_of(33)
     expected = oracle.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
-    sequence = engine.sequence(prompt, 24)
-    tokens, start = prompt, 0
-    for _ in range(24):
-        (sampled,) = engine.model.forward([BatchRow(sequence, start, tokens, True)])
-        start += len(tokens)
-        tokens = [sampled.token]
-        sequence.output.append(sampled.token)
-    assert sequence.output == expected[0, len(prompt) :].tolist()
+    assert engine.generate(prompt, 24) == expected[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("oracle", ["llama", "qwen3"], indirect=True)

@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek-other": DEEPSEEK
     | {
         "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}, "rope_interleave": False,
-        "attention_bias": True, "norm_topk_prob": False, "v_head_dim": 24, "n_shared_experts": 1,
+        "rms_norm_eps": 0.01, "attention_bias": True, "norm_topk_prob": False, "v_head_dim": 24, "n_shared_experts": 1,
     },
 }  # fmt: skip
 

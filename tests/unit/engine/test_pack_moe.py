@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import edit_json, write_huggingface
+from tiny_checkpoints import edit_json, write_huggingface, write_json
 
 from pdd.base.errors import ModelInvalid
 from pdd.engine.pack import pack
@@ -184,6 +184,17 @@ def test_what_makes_no_network_is_refused(tmp_path: Path, family: str, changes: 
     with pytest.raises(ModelInvalid, match=words) as caught:
         pack(tmp_path / "model", "float32", tmp_path / "cache")
     assert str(tmp_path / "model") in str(caught.value)
+
+
+def test_a_toy_with_a_latent_cache(tmp_path: Path) -> None:
+    toy = {
+        "architectures": ["PddToyModel"], "num_hidden_layers": 4, "num_key_value_heads": 6, "head_dim": 8,
+        "vocab_size": 300, "max_position_embeddings": 1000, "kv_lora_rank": 30,
+    }  # fmt: skip
+    (tmp_path / "toy").mkdir()
+    write_json(tmp_path / "toy" / "config.json", toy)
+    config = pack(tmp_path / "toy", "float32", tmp_path / "cache").config
+    assert (config.num_planes, config.num_kv_heads, config.head_dim, config.num_heads) == (1, 1, 32, 6)
 
 
 def test_the_published_configurations(tmp_path: Path) -> None:
