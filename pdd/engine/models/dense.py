@@ -15,7 +15,7 @@ from pdd.engine.sharding import part_of, qkv_rows
 class GroupedQueryAttention:
     """One layer's attention: the rank's query heads, and the KV heads that they see.
 
-    `tensors`: of that layer, by the names of weights/source.py. `paged`: of the rank's heads.
+    `tensors`: of that layer, by the names of weights/tensors.py. `paged`: of the rank's heads.
     """
 
     def __init__(

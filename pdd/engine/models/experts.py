@@ -69,7 +69,7 @@ class Experts:
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum of their answers, [tokens, hidden], summed in float32. weights: [tokens, experts]."""
-        total = torch.zeros(x.shape)
+        total = x.new_zeros(x.shape, dtype=torch.float32)
         expert_of_pair, token_of_pair = weights.t().nonzero(as_tuple=True)
         counts = expert_of_pair.bincount(minlength=len(self)).tolist()
         for expert, tokens in enumerate(torch.split(token_of_pair, counts)):
@@ -111,7 +111,7 @@ class ExchangeDispatch:
         their_weights = self._parallel.exchange(torch.cat(routes), send, receive)
         answers = self._experts(theirs, their_weights[:, : len(self._experts)])
         returned = self._parallel.exchange(answers, receive, send)
-        total = torch.zeros(x.shape)
+        total = x.new_zeros(x.shape, dtype=torch.float32)
         total[ours].index_add_(0, sent, returned.float())
         return total.to(x.dtype)
 

@@ -39,5 +39,5 @@ class Router:
         num_groups = self._moe.num_groups
         groups = merit.view(len(merit), num_groups, self._moe.num_experts // num_groups)
         best = groups.topk(2).values.sum(dim=-1).topk(self._moe.top_groups).indices
-        excluded = torch.ones(groups.shape[:2], dtype=torch.bool).scatter_(1, best, False)
+        excluded = torch.ones_like(groups[:, :, 0], dtype=torch.bool).scatter_(1, best, False)
         return groups.masked_fill(excluded[:, :, None], -torch.inf).view_as(merit)

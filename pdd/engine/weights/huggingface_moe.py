@@ -35,7 +35,7 @@ class _DeepSeek(msgspec.Struct):
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
-    q_lora_rank: int | None = None
+    q_lora_rank: int | None = 1536
     n_shared_experts: int | None = 1
     routed_scaling_factor: float = 2.5
     n_group: int | None = 8
