@@ -80,12 +80,14 @@ def _accept(address: str, num_others: int) -> list[socket.socket]:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.settimeout(JOIN_S)
         listener.bind(address)
-        listener.listen(num_others)
-        while len(others) < num_others:
-            one, _ = listener.accept()
-            one.settimeout(JOIN_S)
-            others[int.from_bytes(_exactly(one, _RANK_BYTES), "little")] = one
-    os.unlink(address)
+        try:
+            listener.listen(num_others)
+            while len(others) < num_others:
+                one, _ = listener.accept()
+                one.settimeout(JOIN_S)
+                others[int.from_bytes(_exactly(one, _RANK_BYTES), "little")] = one
+        finally:
+            os.unlink(address)
     return [others[rank] for rank in sorted(others)]
 
 

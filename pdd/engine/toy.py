@@ -78,9 +78,7 @@ def _next_token(sums: Words, vocab_size: int) -> int:
 
 def _total(reports: list[Words], num_kv_heads: int) -> Words:
     """The sums over all heads, from each rank's sums over its own."""
-    tp = len(reports)
-    num_holders = max(tp // num_kv_heads, 1)
-    """Of each head: neighbours."""
+    num_holders = max(len(reports) // num_kv_heads, 1)  # of each head: neighbours
     total = np.zeros_like(reports[0])
     for rank, report in enumerate(reports):
         first = reports[rank - rank % num_holders]

@@ -126,6 +126,7 @@ def test_stop_tokens_wait_for_min_tokens_and_logprobs_come_when_asked() -> None:
 def test_the_counter_moves_once_a_layer_and_not_for_bookkeeping() -> None:
     with toy() as one:
         one.start([1, 2, 3], [0])
+        assert one.runner.step(Step(number=0, release=[], start=[], rows=[], joint=True)) == []
         assert one.counter.read() == one.wake.drain() == 0
         one.run(0, [1, 2], False)
         assert one.counter.read() == one.wake.drain() == 2
