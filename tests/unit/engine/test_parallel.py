@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import select
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from executors import Executor, ReplicaOfRanks, executor_config, replica_of_rank
 from tiny_checkpoints import byte_tokenizer
 
 from pdd.base.ids import SequenceId
-from pdd.engine.config import ModelConfig, Rope, TextConfig
+from pdd.engine.config import Mla, ModelConfig, Rope, TextConfig
 from pdd.engine.pack import PackedModel, pack
 from pdd.engine.protocol import Row, Sampled, StartSequence, Step
 from pdd.engine.toy import continuation
@@ -30,6 +31,8 @@ TOY = ModelConfig(
     vocab_size=50_000, max_position=512, rms_norm_eps=1e-5, rope=Rope(base=1e4), qkv_bias=False, output_bias=False,
     mlp_bias=False, qk_norm=False, tied_embeddings=True,
 )  # fmt: skip
+LATENT = Mla(q_lora_rank=None, kv_lora_rank=6, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4, score_scale=1.0)
+"""A cache of one plane, and one head of 8, which every rank holds."""
 PROMPT = [(17 * at) % 90 + 3 for at in range(41)]
 PROMPTS = [PROMPT, PROMPT[:5], PROMPT[::-1][:30], PROMPT[7:20]]
 PAGES = [9, 3, 7, 1, 8, 2, 0, 4, 6, 5, 11, 10, 15, 12, 14, 13]
@@ -73,26 +76,28 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
 }  # fmt: skip
 
-SLOW_STORE = """
-import sys, time
+GATED_STORE = """
+import sys
 from pdd.engine import toy, worker
-{imports}
+from pdd.engine.models import dense, llama
 
-class Slow({base}):
-    def {store}(self, *arguments):
-        time.sleep(0.06)
-        return super().{store}(*arguments)
+gate = open({gate!r}, "rb", buffering=0)
 
-{name} = Slow
+class GatedToy(toy.ToyModel):
+    def _store(self, *arguments):
+        gate.read(1)
+        return super()._store(*arguments)
+
+class GatedAttention(dense.GroupedQueryAttention):
+    def store(self, *arguments):
+        gate.read(1)
+        return super().store(*arguments)
+
+worker.ToyModel = GatedToy
+llama.GroupedQueryAttention = GatedAttention
 sys.exit(worker.main())
 """
-SLOW_TOY = SLOW_STORE.format(imports="", base="toy.ToyModel", store="_store", name="worker.ToyModel")
-SLOW_LLAMA = SLOW_STORE.format(
-    imports="from pdd.engine.models import dense, llama",
-    base="dense.GroupedQueryAttention",
-    store="store",
-    name="llama.GroupedQueryAttention",
-)
+"""A rank that stores a layer's KV when a byte comes through the gate, and not before."""
 
 
 @pytest.fixture(scope="module")
@@ -140,9 +145,9 @@ def assert_same_answer(answer: list[Sampled], expected: list[Sampled]) -> None:
         assert dict(one.logprobs.top) == pytest.approx(dict(other.logprobs.top), abs=1e-3)
 
 
-@pytest.mark.parametrize(("tp", "num_kv_heads"), [(2, 2), (3, 3), (4, 2), (1, 6)])
+@pytest.mark.parametrize(("tp", "num_kv_heads"), [(2, 2), (3, 3), (4, 2), (1, 6), (3, 1)])
 def test_toys_of_any_shape_give_one_text(tmp_path: Path, toy_dir: Path, tp: int, num_kv_heads: int) -> None:
-    model = msgspec.structs.replace(TOY, num_kv_heads=num_kv_heads)
+    model = msgspec.structs.replace(TOY, num_kv_heads=num_kv_heads, mla=LATENT if num_kv_heads == 1 else None)
     (toy_dir / "config.json").write_bytes(msgspec.json.encode(model))
     with replica_of_ranks(toy_dir, tmp_path / "meet", tp) as replica:
         layout = replica.arenas[0].layout
@@ -291,27 +296,37 @@ def test_ranks_of_a_node_share_the_weights(
 def test_the_counter_waits_for_the_slowest_rank(
     models: Callable[[str], PackedModel], tmp_path: Path, toy_dir: Path, kind: str
 ) -> None:
-    """What the lead's counter announces is in place on every rank: here rank 1 stores late."""
-    directory, program = (toy_dir, SLOW_TOY) if kind == "toy" else (models("llama").dir, SLOW_LLAMA)
-    with replica_of_ranks(directory, tmp_path / "meet", 2, programs={1: ("-c", program)}) as replica:
+    """What the lead's counter announces is in place on every rank, in a prefill and in a decode step."""
+    gate_path = str(tmp_path / "gate")
+    os.mkfifo(gate_path)
+    gate = os.open(gate_path, os.O_RDWR)
+    program = ("-c", GATED_STORE.format(gate=gate_path))
+    directory = toy_dir if kind == "toy" else models("llama").dir
+    with replica_of_ranks(directory, tmp_path / "meet", 2, programs={1: program}) as replica:
+        counter, wake = replica.counters[0], replica.wakes[0]
         start = [StartSequence(SequenceId(1), PROMPT, [], PAGES, SamplingParams(max_tokens=1))]
-        seen = []
-        for rows in ([Row(SequenceId(1), 0, PROMPT[:-1], [], False)], [Row(SequenceId(1), 40, PROMPT[-1:], [], True)]):
-            replica.send(rows, start)
-            goal, start = replica.counters[0].read() + 3, []
-            while (count := replica.counters[0].read()) < goal:
-                seen.append((count, replica.kv(1)))
-                select.select([replica.wakes[0].fd], [], [], 10)
-                replica.wakes[0].drain()
-            seen.append((count, replica.kv(1)))
+        last = len(PROMPT) - 1
+        for row, pages in (
+            (Row(SequenceId(1), 0, PROMPT[:last], [], False), PAGES[:10]),
+            (Row(SequenceId(1), last, PROMPT[last:], [], True), PAGES[10:11]),
+        ):
+            before, seen = counter.read(), []
+            replica.send([row], start)
+            start = []
+            for layer in range(3):
+                # A lead that does not wait has now the time to show it.
+                assert select.select([wake.fd], [], [], 0.15)[0] == []
+                assert counter.read() == before + layer
+                os.write(gate, b"x")
+                select.select([wake.fd], [], [], 60)
+                wake.drain()
+                assert counter.read() == before + layer + 1
+                seen.append(replica.kv(1)[layer, pages])
             replica.receive()
-        final = replica.kv(1)
-        assert final[:, PAGES[:10]].any(axis=2).all()
-        assert {count for count, _ in seen} == set(range(7))
-        for count, kv in seen:
-            written = PAGES[:10] if count <= 3 else PAGES[10:11]
-            for layer in range(count if count <= 3 else count - 3):
-                np.testing.assert_array_equal(kv[layer, written], final[layer, written])
+            for layer, kv in enumerate(seen):
+                assert kv.any(axis=1).all()
+                np.testing.assert_array_equal(kv, replica.kv(1)[layer, pages])
+    os.close(gate)
 
 
 @pytest.mark.parametrize("kind", ["toy", "llama"])
