@@ -1,8 +1,9 @@
 """`pdd bench transfer`: what a handoff between two shapes costs, without a model.
 
-Both replica sets live in this process, each rank with a port and an arena of its own; planner, messengers and fabric
-are those of the daemons. A round is one handoff: it begins when the chunk is announced (all of its layers are in place)
-and ends when the last target rank has counted its last piece. Three handoffs of the same bytes take turns:
+Both replica sets live in this process, each rank with an arena and a port (or several: `--nics`) of its own; planner,
+messengers and fabric are those of the daemons. A round is one handoff: it begins when the chunk is announced (all of
+its layers are in place) and ends when the last target rank has counted its last piece. Three handoffs of the same bytes
+take turns:
 
     asked              the shapes of the command line
     equal              the target's shape on both sides: whole pages, the fewest pieces that there can be
@@ -37,8 +38,8 @@ from pdd.memory.shape import KvShape, heads_of
 from pdd.topology.model import Provider
 from pdd.transfer.group import Arrived, MessengerGroup, Sent, TransferEvent
 from pdd.transfer.messenger import Messenger
-from pdd.transfer.plan import expected_bytes, expected_pieces, incompatibilities
-from pdd.wire.messages import Grant, PrefillRequest
+from pdd.transfer.plan import expected_bytes, expected_pieces, incompatibilities, lacking_blocks
+from pdd.wire.messages import PrefillRequest
 
 PATIENCE_S = 30.0
 HEAD_DIM, LATENT_DIM = 128, 576
@@ -73,19 +74,21 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     provider: ProviderInfo
     num_layers: int
     num_tokens: int
+    num_nics: int
+    """Ports of each rank."""
     results: list[Comparison]
 
 
 class Side:
-    """A replica set: ports, arenas and their messengers."""
+    """A replica set: arenas, `num_nics` ports for each, and their messengers."""
 
-    def __init__(self, provider: str, shape: KvShape) -> None:
+    def __init__(self, provider: str, shape: KvShape, num_nics: int = 1) -> None:
         self.shape = shape
-        self.ports = [LibfabricPort(provider, "127.0.0.1", 0) for _ in range(shape.tp)]
         self.arenas = [Arena(shape.layout.arena_bytes) for _ in range(shape.tp)]
-        ranks = [Messenger(port, shape.layout, arena.address)
-                 for port, arena in zip(self.ports, self.arenas, strict=True)]  # fmt: skip
-        self.group = MessengerGroup(shape, ranks)
+        self.ports = [LibfabricPort(provider, "127.0.0.1", 0) for _ in range(shape.tp * num_nics)]
+        messengers = [Messenger(port, shape.layout, self.arenas[number // num_nics].address)
+                      for number, port in enumerate(self.ports)]  # fmt: skip
+        self.group = MessengerGroup(shape, messengers)
 
     def cache(self, rank: int) -> Bytes:
         """A view of a rank's arena: [layer, page, plane, head, token, byte]."""
@@ -107,15 +110,16 @@ class Side:
 class Pair:
     """A source, a target, and handoffs of `num_tokens` positions from one to the other."""
 
-    def __init__(self, name: str, provider: str, source: KvShape, target: KvShape, num_tokens: int) -> None:
+    def __init__(
+        self, name: str, provider: str, source: KvShape, target: KvShape, num_tokens: int, *, nics: int
+    ) -> None:
         self.name = name
-        self.source, self.target = Side(provider, source), Side(provider, target)
+        self.source, self.target = Side(provider, source, nics), Side(provider, target, nics)
         self.num_tokens = num_tokens
         rng = np.random.default_rng(0)
         self.source_pages = rng.permutation(source.layout.num_pages).tolist()
         self.target_pages = rng.permutation(target.layout.num_pages).tolist()
-        for rank, own in enumerate(self.target.group.grant(SOURCE)):
-            grant = Grant(replica=REPLICA, rank=rank, address=own.address, key=own.key, base=own.base)
+        for grant in self.target.group.grants(SOURCE, REPLICA):
             self.source.group.connect(TARGET, grant)
         self._num_rounds = 0
 
@@ -134,6 +138,7 @@ class Pair:
             prompt=(0,) * (self.num_tokens + 1),
             start_token=0,
             target_pages=tuple(map(PageId, self.target_pages)),
+            num_nics=self.target.group.num_nics,
             immediates=immediates,
             lease_s=PATIENCE_S,
         )
@@ -226,12 +231,23 @@ def rounded_tokens(arguments: argparse.Namespace) -> int:
     return num_pages * largest
 
 
+def num_pieces(source: KvShape, target: KvShape, num_tokens: int) -> list[int]:
+    """Of each target rank."""
+    blocks = lacking_blocks(source, target, 0, num_tokens)
+    return [sum(expected_pieces(source, target, rank, blocks, 1)) for rank in range(target.tp)]
+
+
+def num_bytes_of_rank(source: KvShape, target: KvShape, num_tokens: int) -> int:
+    """The same for each target rank."""
+    return sum(expected_bytes(source, target, lacking_blocks(source, target, 0, num_tokens), 1))
+
+
 def as_small(source: KvShape, target: KvShape, num_tokens: int) -> tuple[KvShape, int]:
     """A shape of as many ranks as the target, whose pages are as small as the pieces between the two, and the tokens
     that make up the same bytes."""
     num_rows = num_tokens * target.layout.num_planes * target.layout.num_kv_heads
-    num_bytes = expected_bytes(source, target, 0, num_tokens)
-    piece_bytes = num_bytes // max(expected_pieces(source, target, rank, 0, num_tokens) for rank in range(target.tp))
+    num_bytes = num_bytes_of_rank(source, target, num_tokens)
+    piece_bytes = num_bytes // max(num_pieces(source, target, num_tokens))
     page_tokens = max(1, piece_bytes // target.layout.row_bytes)
     num_rows -= num_rows % page_tokens
     layout = {"num_layers": target.layout.num_layers, "head_dim": target.layout.head_dim, "dtype": target.layout.dtype}
@@ -242,13 +258,13 @@ def as_small(source: KvShape, target: KvShape, num_tokens: int) -> tuple[KvShape
 def measure(provider: str, arguments: argparse.Namespace) -> list[Comparison]:
     """Raises PddError when a provider cannot be opened, or shapes do not fit."""
     source, target = asked_shapes(arguments)
-    num_tokens = rounded_tokens(arguments)
+    num_tokens, nics = rounded_tokens(arguments), arguments.nics
     small, num_small_tokens = as_small(source, target, num_tokens)
     pairs: list[Pair] = []
     try:
-        pairs.append(Pair("asked", provider, source, target, num_tokens))
-        pairs.append(Pair("equal", provider, target, target, num_tokens))
-        pairs.append(Pair("equal, as small", provider, small, small, num_small_tokens))
+        pairs.append(Pair("asked", provider, source, target, num_tokens, nics=nics))
+        pairs.append(Pair("equal", provider, target, target, num_tokens, nics=nics))
+        pairs.append(Pair("equal, as small", provider, small, small, num_small_tokens, nics=nics))
         for pair in pairs:
             model = pair.fill()
             for _ in range(pair.source.shape.tp):  # by then all who hold the same heads have connected
@@ -271,8 +287,8 @@ def _comparison(pair: Pair, seconds: list[float], num_messages: int) -> Comparis
         name=pair.name,
         source=_describe(source),
         target=_describe(target),
-        num_bytes=target.tp * expected_bytes(source, target, 0, pair.num_tokens),
-        num_pieces=sum(expected_pieces(source, target, rank, 0, pair.num_tokens) for rank in range(target.tp)),
+        num_bytes=target.tp * num_bytes_of_rank(source, target, pair.num_tokens),
+        num_pieces=sum(num_pieces(source, target, pair.num_tokens)),
         num_messages=num_messages // len(seconds),
         seconds=seconds,
     )
@@ -288,7 +304,8 @@ def _describe(shape: KvShape) -> str:
 def _table(report: Report) -> Iterator[str]:
     info = report.provider
     yield (
-        f"{info.provider} (libfabric {info.library_version}), {report.num_layers} layers, {report.num_tokens} tokens; "
+        f"{info.provider} (libfabric {info.library_version}), {report.num_layers} layers, {report.num_tokens} tokens, "
+        f"{report.num_nics} {'port' if report.num_nics == 1 else 'ports'} a rank; "
         "from the announcement until every target rank has counted everything:"
     )
     yield (
@@ -344,6 +361,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of the prefiller, and of the decoder if they differ")  # fmt: skip
     parser.add_argument("--layers", type=_positive, default=4, metavar="N")
     parser.add_argument("--tokens", type=_positive, default=1024, metavar="N", help="rounded up to whole pages")
+    parser.add_argument("--nics", type=_positive, default=1, metavar="N", help="ports of each rank, used in parallel")
     parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16")
     parser.add_argument("--provider", default=PROVIDERS[Provider.TCP], metavar="NAME",
                         help="libfabric's names in order of choice, joined by commas")  # fmt: skip
@@ -364,6 +382,7 @@ def run(arguments: argparse.Namespace) -> int:
         provider=provider,
         num_layers=arguments.layers,
         num_tokens=rounded_tokens(arguments),
+        num_nics=arguments.nics,
         results=measure(arguments.provider, arguments),
     )
     if arguments.json:

@@ -83,6 +83,7 @@ class Handoffs:
             prompt=record.prompt,
             start_token=record.allocation.num_cached_tokens,
             target_pages=tuple(pages),
+            num_nics=self._replica.messenger.num_nics,
             immediates=immediates,
             lease_s=self._policy.lease_s,
         )

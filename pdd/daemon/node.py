@@ -174,12 +174,11 @@ class Node:
                     self._grant(peer, replica)
 
     def _grant(self, peer: Peer, replica: ReplicaSet) -> None:
-        for rank, own in enumerate(replica.messenger.grant(peer.incarnation)):
-            grant = wire.Grant(replica=replica.name, rank=rank, address=own.address, key=own.key, base=own.base)
+        for grant in replica.messenger.grants(peer.incarnation, replica.name):
             self.send(peer.node, grant)
 
     def _granted(self, peer: Peer, grant: wire.Grant) -> None:
-        """A rank of a decode replica lets us write to it: every prefill replica here that fits connects."""
+        """A NIC of a decode replica lets us write through it: every prefill replica here that fits connects."""
         if grant.replica in peer.replicas and grant.replica not in peer.refused:
             for replica in self.replicas.values():
                 if replica.role is Role.PREFILL:

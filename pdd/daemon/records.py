@@ -92,7 +92,7 @@ class PrefillJob(Record):
         self.sent: Sent | None = None
         """Kept when the last write ends before the executor has reported the step that made it."""
         self.num_posted = (0,) * len(ticket.immediates)
-        """Pieces that were posted to each target rank, once the writes have ended."""
+        """Pieces that were posted to each target port, once the writes have ended."""
         self.compute_s = 0.0
         """Of the steps that it took part in, perhaps with others."""
         self.lease: asyncio.TimerHandle | None = None

@@ -14,7 +14,7 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
     immediate: Immediate
     """The first of the ticket's, which names the handoff; here and below."""
     num_pieces: tuple[int, ...]
-    """For each target rank."""
+    """For each target port (see plan.py)."""
     num_bytes: int
     """To all of them."""
 
@@ -25,7 +25,7 @@ class Stopped(msgspec.Struct, frozen=True, kw_only=True):
     request: RequestId
     immediate: Immediate
     num_pieces: tuple[int, ...]
-    """For each target rank the pieces that were posted, which it may still have to count."""
+    """For each target port the pieces that were posted, which it may still have to count."""
     reason: str
 
 
@@ -58,7 +58,7 @@ class Stray(msgspec.Struct, frozen=True):
 
 class PortBroken(msgspec.Struct, frozen=True):
     """A fabric endpoint is gone for good. Nothing new is taken, and every handoff under way ends as soon as that is
-    safe: its peers' keys are closed, its other ranks send no more."""
+    safe: its peers' keys are closed, its other ports send no more."""
 
     error: int
     """A positive errno."""

@@ -1,6 +1,6 @@
-"""The KV messenger of one rank: its part of every handoff that its replica set sends or receives. See group.py.
+"""The KV messenger of one NIC: its part of every handoff that its rank's replica set sends or receives. See group.py.
 
-    decode rank                                         prefill ranks
+    decode rank's NIC                                   prefill ranks' NICs
       grant     a key for this peer alone  ---------->    connect
       arm       the count                  ---------->    open
       .                                                   send       each chunk, before it runs
@@ -12,7 +12,7 @@
       Drained   all of those were counted
       revoke -> Drained (fenced)                          drop, disconnect -> Stopped
 
-A rank's part ends in exactly one of Sent and Stopped at a source, and of Arrived and Drained at a target. Sans-I/O
+A port's part ends in exactly one of Sent and Stopped at a source, and of Arrived and Drained at a target. Sans-I/O
 above the fabric port: calls never block and never call back. Events that a call brings about are in the next `poll`, so
 poll after calls too. A message that fits no open handoff (late, doubled, unknown) changes nothing and is counted.
 """

@@ -1,4 +1,4 @@
-"""Which source rank sends what to which target rank, which bytes, and how many pieces each target has to count. Pure.
+"""Which source rank sends what to which target rank, through which NICs, and how many pieces each has to count. Pure.
 
 A source and a target share the model, and may differ in everything else: in tensor parallelism, so that a target rank's
 heads lie with several source ranks or are a part of one's; and in `page_tokens`, where one divides the other.
@@ -23,12 +23,22 @@ the row anywhere:
 
 A block is sent by the chunk that completes it, a last block that stays partial by the last chunk. So every block of
 every layer is sent exactly once whatever the chunks are, and both sides know the count before the first byte moves.
+
+NICs: every rank of a replica set has as many, each with a port of its own. The blocks are dealt over those of the
+target by their place in the sequence, whatever the chunks are, in stripes of a few neighbours:
+
+    blocks           0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13      STRIPE_BLOCKS 4, target with 2 NICs
+    target NIC          0    |    1    |     0     |   1
+
+What goes to NIC n leaves through the source's NIC n, modulo the number that it has. Ports are numbered rank by rank:
+NIC n of rank r is port r * num_nics + n, and each port of the target has a count of its own.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -36,6 +46,9 @@ from pdd.fabric.port import Piece
 from pdd.memory.layout import KvLayout
 from pdd.memory.shape import KvShape
 
+STRIPE_BLOCKS = 4
+"""Neighbours that go through the same NIC, so that pages which are adjacent on both sides may be joined to one write.
+Few, so that even a chunk keeps all NICs busy."""
 _COMPARED_FIELDS = ("num_layers", "num_planes", "head_dim", "dtype")
 
 
@@ -48,13 +61,23 @@ class Leg(msgspec.Struct, frozen=True):
     """Heads of the model that travel; both ranks hold all of them."""
 
 
-class PagePairs(msgspec.Struct, frozen=True):
-    """Blocks of one phase: what travels between the two pages of each pair are the same pieces."""
+class Lane(msgspec.Struct, frozen=True):
+    """What of a leg goes to one NIC of the target rank."""
 
+    leg: Leg
+    target_nic: int
+    source_port: int
+    target_port: int
+
+
+class PagePairs(msgspec.Struct, frozen=True):
+    """Blocks of one target NIC and phase: what travels between the two pages of each pair are the same pieces."""
+
+    target_nic: int
     phase: int
-    source_pages: range
+    source_pages: tuple[int, ...]
     """By their place in the sequence."""
-    target_pages: range
+    target_pages: tuple[int, ...]
 
 
 def incompatibilities(source: KvShape, target: KvShape) -> tuple[str, ...]:
@@ -142,20 +165,42 @@ def completed_blocks(source: KvShape, target: KvShape, start: int, end: int, *, 
     return range(start // size, -(-end // size) if last else end // size)
 
 
-def page_pairs(source: KvShape, target: KvShape, blocks: range) -> Iterator[PagePairs]:
-    """Where blocks lie, by phase; phases without blocks are left out."""
+def page_pairs(source: KvShape, target: KvShape, blocks: range, target_nics: int) -> Iterator[PagePairs]:
+    """Where blocks lie, in the order of their first ones."""
     size, phases = block_tokens(source, target), num_phases(source, target)
-    source_step = phases * size // source.layout.page_tokens
-    target_step = phases * size // target.layout.page_tokens
-    for first in blocks[:phases]:
-        number = len(range(first, blocks.stop, phases))
-        source_first = first * size // source.layout.page_tokens
-        target_first = first * size // target.layout.page_tokens
+    alike: dict[tuple[int, int], list[int]] = {}
+    for block in blocks:
+        alike.setdefault((nic_of(block, target_nics), block % phases), []).append(block)
+    for (nic, phase), same in alike.items():
         yield PagePairs(
-            phase=first % phases,
-            source_pages=range(source_first, source_first + number * source_step, source_step),
-            target_pages=range(target_first, target_first + number * target_step, target_step),
+            target_nic=nic,
+            phase=phase,
+            source_pages=tuple(block * size // source.layout.page_tokens for block in same),
+            target_pages=tuple(block * size // target.layout.page_tokens for block in same),
         )
+
+
+# NICs.
+
+
+def nic_of(block: int, num_nics: int) -> int:
+    """The target NIC that takes a block."""
+    return block // STRIPE_BLOCKS % num_nics
+
+
+def plan_lanes(legs: Sequence[Leg], blocks: range, source_nics: int, target_nics: int) -> tuple[Lane, ...]:
+    """Each leg's lanes for those blocks; a NIC that takes none of them has no lane."""
+    used = sorted({nic_of(block, target_nics) for block in blocks})
+    return tuple(
+        Lane(
+            leg=leg,
+            target_nic=nic,
+            source_port=leg.source_rank * source_nics + nic % source_nics,
+            target_port=leg.target_rank * target_nics + nic,
+        )
+        for leg in legs
+        for nic in used
+    )
 
 
 # Bytes.
@@ -198,14 +243,23 @@ def _continues(before: Piece, run: Piece) -> bool:
     )
 
 
-def expected_pieces(source: KvShape, target: KvShape, target_rank: int, start_token: int, num_tokens: int) -> int:
-    """What a target rank counts for a handoff: pieces of all layers from all source ranks, whatever the seed."""
+def expected_pieces(
+    source: KvShape, target: KvShape, target_rank: int, blocks: range, target_nics: int
+) -> tuple[int, ...]:
+    """What each NIC of a target rank counts for a handoff of the lacking `blocks`: pieces of all layers from all source
+    ranks, whatever the seed."""
     per_block = sum(len(_phase_pieces(source, target, leg, 0)) for leg in legs_to(source, target, target_rank, seed=0))
-    return target.layout.num_layers * len(lacking_blocks(source, target, start_token, num_tokens)) * per_block
+    return tuple(target.layout.num_layers * number * per_block for number in _dealt(blocks, target_nics))
 
 
-def expected_bytes(source: KvShape, target: KvShape, start_token: int, num_tokens: int) -> int:
+def expected_bytes(source: KvShape, target: KvShape, blocks: range, target_nics: int) -> tuple[int, ...]:
     """Bytes of those pieces; the same for every target rank."""
     layout = target.layout
     block_bytes = layout.num_planes * layout.num_kv_heads * block_tokens(source, target) * layout.row_bytes
-    return layout.num_layers * len(lacking_blocks(source, target, start_token, num_tokens)) * block_bytes
+    return tuple(layout.num_layers * number * block_bytes for number in _dealt(blocks, target_nics))
+
+
+def _dealt(blocks: range, num_nics: int) -> list[int]:
+    """How many of them each NIC takes."""
+    numbers = Counter(nic_of(block, num_nics) for block in blocks)
+    return [numbers[nic] for nic in range(num_nics)]

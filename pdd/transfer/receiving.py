@@ -33,9 +33,12 @@ class Receiving(Half):
         return self._grants[peer]
 
     def arm(self, request: RequestId, peer: Incarnation, num_pieces: int, num_bytes: int) -> Immediate:
-        """Arms the count of a handoff; the ticket may leave afterwards. Raises QueueFull or FabricError."""
+        """Arms the count of a handoff; the ticket may leave afterwards. A count of no pieces is complete at once.
+
+        Raises QueueFull or FabricError.
+        """
         self.require_port()
-        if request in self._targets or peer not in self._grants or num_pieces < 1:
+        if request in self._targets or peer not in self._grants or num_pieces < 0:
             raise InvariantBroken(
                 f"{request}: cannot arm {num_pieces} pieces for peer {peer}: "
                 f"armed already: {request in self._targets}, peer has a key: {peer in self._grants}"

@@ -14,7 +14,7 @@ from pdd.base.ids import Immediate, Incarnation, RequestId
 from pdd.fabric.port import FabricPort, Token, Watch, Write, WriteDone
 from pdd.memory.layout import KvLayout
 from pdd.transfer.half import Half
-from pdd.transfer.source import Connection, Destination, LocalArena, Parcel, Source, TargetRank
+from pdd.transfer.source import Connection, Destination, LocalArena, Parcel, Source, TargetNic
 
 
 class Sending(Half):
@@ -22,14 +22,14 @@ class Sending(Half):
         super().__init__(port, layout, arena_address)
         self._watch: Watch | None = None
         self._local: LocalArena | None = None
-        self._connections: dict[TargetRank, Connection] = {}
+        self._connections: dict[TargetNic, Connection] = {}
         self._sources: dict[RequestId, Source] = {}
         self._by_token: dict[Token, Source] = {}
         self._waiting: deque[Write] = deque()
         self._num_tokens = 0
 
-    def connect(self, to: TargetRank, address: bytes) -> None:
-        """Makes a target rank reachable, if it is not. Raises FabricError."""
+    def connect(self, to: TargetNic, address: bytes) -> None:
+        """Makes a target NIC reachable, if it is not. Raises FabricError."""
         self.require_port()
         if to in self._connections:
             return
@@ -38,8 +38,8 @@ class Sending(Half):
             self._local = LocalArena(layout=self._layout, address=self._arena_address, memory=memory)
         self._connections[to] = Connection(to, self._port.add_peer(address))
 
-    def drop(self, to: TargetRank, reason: str) -> None:
-        """All that is under way to a target rank stops; it may be connected anew."""
+    def drop(self, to: TargetNic, reason: str) -> None:
+        """All that is under way to a target NIC stops; it may be connected anew."""
         connection = self._connections.get(to)
         if connection is None:
             return
@@ -54,8 +54,8 @@ class Sending(Half):
             self.drop(to, f"the link of {to.replica} was lost")
 
     def open(self, request: RequestId, immediates: Sequence[Immediate], destinations: Sequence[Destination]) -> None:
-        """Begins a handoff: this rank's part goes to `destinations`, connected ones; `immediates` are those of all the
-        target's ranks."""
+        """Begins a handoff: this port's part goes to `destinations`, connected ones; `immediates` are those of all the
+        target's ports."""
         if request in self._sources or not all(it.to in self._connections for it in destinations):
             raise InvariantBroken(f"{request}: is handed off already, or its target is not connected: {destinations}")
         ways = [(self._connections[it.to], it) for it in destinations]
@@ -69,7 +69,7 @@ class Sending(Half):
             self.counters.ignored += 1
             return
         if counter_base is not None and self._watch is None:
-            raise InvariantBroken(f"{request}: a chunk waits for a layer counter that this rank does not have")
+            raise InvariantBroken(f"{request}: a chunk waits for a layer counter that this port does not have")
         source.complete = last
         watch = None if counter_base is None else self._watch
         for parcel in parcels:

@@ -1,4 +1,4 @@
-"""The prefill half of one handoff on one source rank: from the accepted ticket to the end of its last write."""
+"""The prefill half of one handoff on one source port: from the accepted ticket to the end of its last write."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from pdd.memory.layout import KvLayout
 from pdd.transfer.events import Sent, Stopped
 
 
-class TargetRank(msgspec.Struct, frozen=True):
-    """Somebody to write to: a rank of a replica set, in one life of its node."""
+class TargetNic(msgspec.Struct, frozen=True):
+    """Somebody to write to: a NIC of a rank of a replica set, in one life of its node."""
 
     peer: Incarnation
     replica: ReplicaName
     rank: int
+    nic: int
 
     def __str__(self) -> str:
-        return f"{self.replica} rank {self.rank}"
+        return f"{self.replica} rank {self.rank} NIC {self.nic}"
 
 
 class Connection(msgspec.Struct, frozen=True):
-    to: TargetRank
+    to: TargetNic
     handle: Peer
 
 
 class Destination(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a handoff's pages are on one target rank, and what that has given us to write there."""
+    """Where a handoff's pages are on one target rank, and what that has given us to write there through a NIC."""
 
-    to: TargetRank
+    port: int
+    """Its number among those of the target; see plan.py."""
+    to: TargetNic
     layout: KvLayout
     base: int
     key: int
@@ -39,9 +42,9 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Parcel(msgspec.Struct, frozen=True, kw_only=True):
-    """Page pairs that travel to one target rank, all by the same pieces."""
+    """Page pairs that travel to one target port, all by the same pieces."""
 
-    target_rank: int
+    target_port: int
     source_pages: tuple[PageId, ...]
     target_pages: tuple[PageId, ...]
     pieces: tuple[Piece, ...]
@@ -63,13 +66,13 @@ class Source:
     ) -> None:
         self.request = request
         self.outstanding: dict[Token, int] = {}
-        """Target ranks of the writes that were made and have not ended, those that wait for a free slot of the port
+        """Target ports of the writes that were made and have not ended, those that wait for a free slot of the port
         included."""
         self.stop_reason: str | None = None
         self.complete = False
         """Nothing more will be given to `write`."""
         self._immediate = immediates[0]
-        self._ways = {destination.to.rank: (connection, destination) for connection, destination in ways}
+        self._ways = {destination.port: (connection, destination) for connection, destination in ways}
         self._num_pieces = [0] * len(immediates)
         self._num_bytes = 0
 
@@ -81,12 +84,12 @@ class Source:
         return [connection for connection, _ in self._ways.values()]
 
     def name_of(self, token: Token) -> str:
-        """The target rank of an outstanding write."""
+        """The target NIC of an outstanding write."""
         return str(self._ways[self.outstanding[token]][1].to)
 
     def write(self, token: Token, local: LocalArena, parcel: Parcel, watch: Watch | None, counter_base: int) -> Write:
-        connection, destination = self._ways[parcel.target_rank]
-        self.outstanding[token] = parcel.target_rank
+        connection, destination = self._ways[parcel.target_port]
+        self.outstanding[token] = parcel.target_port
         return Write(
             token=token,
             peer=connection.handle,

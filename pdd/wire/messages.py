@@ -107,11 +107,12 @@ class Cancel(Message, frozen=True):
 
 
 class Grant(Message, frozen=True):
-    """The sender's decode rank lets the receiving incarnation write into its arena, with a key and a fabric address
-    made for it alone."""
+    """The sender's decode rank lets the receiving incarnation write into its arena through one of its NICs, with a key
+    and a fabric address made for it alone."""
 
     replica: ReplicaName
     rank: int
+    nic: int
     address: bytes
     key: int
     base: int
@@ -134,8 +135,11 @@ class PrefillRequest(Message, frozen=True):
     """First position that the target lacks; a multiple of its page_tokens."""
     target_pages: tuple[PageId, ...]
     """The same pages on every target rank."""
+    num_nics: int
+    """Of each target rank."""
     immediates: tuple[Immediate, ...]
-    """For each target rank the count that it has armed; the first names the handoff in every other message."""
+    """For each NIC of each target rank (rank by rank) the count that it has armed; the first names the handoff in every
+    other message."""
     lease_s: float
 
 
@@ -173,7 +177,7 @@ class PrefillStopped(Message, frozen=True):
     request: RequestId
     immediate: Immediate
     num_pieces: tuple[int, ...]
-    """For each target rank, from all source ranks together."""
+    """For each NIC of each target rank, from all source ranks together."""
     reason: str
 
 

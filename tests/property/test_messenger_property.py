@@ -29,8 +29,8 @@ from pdd.memory.layout import KvLayout
 from pdd.memory.shape import KvShape, heads_of
 from pdd.transfer.group import Arrived, Drained, MessengerGroup, PortBroken, Sent, Stopped
 from pdd.transfer.messenger import Messenger
-from pdd.transfer.plan import lacking_pages
-from pdd.wire.messages import CancelPrefill, Grant, Message, PrefillRejected, PrefillRequest, PrefillStopped
+from pdd.transfer.plan import STRIPE_BLOCKS, lacking_pages
+from pdd.wire.messages import CancelPrefill, Message, PrefillRejected, PrefillRequest, PrefillStopped
 
 DECODER = Incarnation("d" * 16)
 REPLICA = ReplicaName("decode/0")
@@ -39,6 +39,7 @@ REQUESTS = [RequestId(f"r{number}") for number in range(4)]
 TP_OF_HEADS = [(1, 1), (1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2), (3, 1), (1, 3)]
 TP_OF_LATENT = [(1, 4), (4, 1), (2, 2)]
 PAGE_TOKENS = [(4, 4), (16, 32), (32, 16)]
+NICS = [(2, 1), (1, 2), (2, 2), (3, 2)]
 
 
 def make_shape(tp: int, num_kv_heads: int, num_planes: int, page_tokens: int, num_pages: int) -> KvShape:
@@ -49,13 +50,15 @@ def make_shape(tp: int, num_kv_heads: int, num_planes: int, page_tokens: int, nu
     return KvShape(tp=tp, num_kv_heads=num_kv_heads, layout=layout)
 
 
-def draw_shapes(dice: random.Random, source_tp: int, target_tp: int, *, latent: bool) -> tuple[KvShape, KvShape]:
+def draw_shapes(
+    dice: random.Random, source_tp: int, target_tp: int, num_pages: int, *, latent: bool
+) -> tuple[KvShape, KvShape]:
     num_kv_heads = 1 if latent else dice.choice([3] if 3 in (source_tp, target_tp) else [2, 4])
     num_planes = 1 if latent else 2
     source_tokens, target_tokens = dice.choice(PAGE_TOKENS)
     return (
-        make_shape(source_tp, num_kv_heads, num_planes, source_tokens, 12),
-        make_shape(target_tp, num_kv_heads, num_planes, target_tokens, 14),
+        make_shape(source_tp, num_kv_heads, num_planes, source_tokens, num_pages),
+        make_shape(target_tp, num_kv_heads, num_planes, target_tokens, num_pages + 2),
     )
 
 
@@ -122,17 +125,17 @@ class Handoff:
 
 
 class Prefiller:
-    def __init__(self, fabric: LoopbackFabric, name: str, shape: KvShape, max_writes: int) -> None:
+    def __init__(self, fabric: LoopbackFabric, name: str, shape: KvShape, num_nics: int, max_writes: int) -> None:
         self.incarnation = Incarnation(name * 16)
         self.pages = Pages(shape)
         self.counter = ctypes.c_uint64(0)
-        self.ports = [fabric.open_port(max_writes) for _ in range(shape.tp)]
+        self.ports = [fabric.open_port(max_writes) for _ in range(shape.tp * num_nics)]
         watches = [port.watch(ctypes.addressof(self.counter), -1) for port in self.ports]
         self.group = MessengerGroup(
             shape,
             [
-                Messenger(port, shape.layout, arena.ctypes.data, watch)
-                for port, arena, watch in zip(self.ports, self.pages.arenas, watches, strict=True)
+                Messenger(port, shape.layout, self.pages.arenas[number // num_nics].ctypes.data, watch)
+                for number, (port, watch) in enumerate(zip(self.ports, watches, strict=True))
             ],
         )
         self.handoffs: dict[Immediate, Handoff] = {}
@@ -158,21 +161,23 @@ class Prefiller:
 class World:
     """Everything, and the dice: a seed decides what happens next, so that a failure can be run again."""
 
-    def __init__(self, seed: int, source_tp: int, target_tp: int, *, latent: bool) -> None:
+    def __init__(self, seed: int, source_tp: int, target_tp: int, *, nics: tuple[int, int], latent: bool) -> None:
         self.random = random.Random(seed)
+        self.max_blocks, num_pages = (4, 12) if nics == (1, 1) else (3 * STRIPE_BLOCKS, 28)
         self.fabric = LoopbackFabric(seed)
-        self.source, self.target = draw_shapes(self.random, source_tp, target_tp, latent=latent)
+        self.source, self.target = draw_shapes(self.random, source_tp, target_tp, num_pages, latent=latent)
         self.pages = Pages(self.target)
-        self.ports = [self.fabric.open_port() for _ in range(self.target.tp)]
+        source_nics, self.num_nics = nics
+        self.ports = [self.fabric.open_port() for _ in range(self.target.tp * self.num_nics)]
         self.decoder = MessengerGroup(
             self.target,
             [
-                Messenger(port, self.target.layout, arena.ctypes.data)
-                for port, arena in zip(self.ports, self.pages.arenas, strict=True)
+                Messenger(port, self.target.layout, self.pages.arenas[number // self.num_nics].ctypes.data)
+                for number, port in enumerate(self.ports)
             ],
         )
         max_writes = self.random.choice([1, 2, 4096])
-        self.prefillers = [Prefiller(self.fabric, name, self.source, max_writes) for name in "ef"]
+        self.prefillers = [Prefiller(self.fabric, name, self.source, source_nics, max_writes) for name in "ef"]
         self.handoffs: dict[Immediate, Handoff] = {}
         self.owner: dict[Immediate, Prefiller] = {}
         self.held: set[LoopbackPort] = set()
@@ -213,7 +218,7 @@ class World:
         taken = {it.ticket.request for it in self.handoffs.values() if not it.target_end}
         requests = [request for request in REQUESTS if request not in taken]
         page_tokens = self.target.layout.page_tokens
-        num_tokens = self.random.randint(1, 4 * min(page_tokens, self.source.layout.page_tokens) + 2)
+        num_tokens = self.random.randint(1, self.max_blocks * min(page_tokens, self.source.layout.page_tokens) + 2)
         start_token = page_tokens * self.random.randint(0, (num_tokens - 1) // page_tokens)
         lacking = lacking_pages(self.target.layout, start_token, num_tokens)
         if prefiller.link_broken or self.decoder_broken or not requests or len(lacking) > len(self.pages.free):
@@ -225,7 +230,8 @@ class World:
         ticket = PrefillRequest(
             request=request, source_replica=ReplicaName("p/0"), target_replica=REPLICA, target_incarnation=DECODER,
             shape_digest=self.target.digest(), seed=len(self.handoffs), prompt=(0,) * (num_tokens + 1),
-            start_token=start_token, target_pages=tuple(pages), immediates=immediates, lease_s=1.0,
+            start_token=start_token, target_pages=tuple(pages), num_nics=self.num_nics, immediates=immediates,
+            lease_s=1.0,
         )  # fmt: skip
         num_cached = self.random.choice([0, 0, 1, len(cuts)])
         self.handoffs[immediates[0]] = Handoff(ticket, len(self.handoffs), cuts, num_cached)
@@ -359,8 +365,7 @@ class World:
 
     def bring_up(self, prefiller: Prefiller) -> None:
         prefiller.link_broken = False
-        for rank, own in enumerate(self.decoder.grant(prefiller.incarnation)):
-            grant = Grant(replica=REPLICA, rank=rank, address=own.address, key=own.key, base=own.base)
+        for grant in self.decoder.grants(prefiller.incarnation, REPLICA):
             prefiller.group.connect(DECODER, grant)
 
     def prefiller_hears(self, prefiller: Prefiller, message: Message) -> None:
@@ -478,7 +483,7 @@ class World:
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_whatever_happens_to_heads(seed: int, source_tp: int, target_tp: int) -> None:
-    world = World(seed, source_tp, target_tp, latent=False)
+    world = World(seed, source_tp, target_tp, nics=(1, 1), latent=False)
     world.live(num_steps=300)
     world.end()
 
@@ -487,6 +492,16 @@ def test_whatever_happens_to_heads(seed: int, source_tp: int, target_tp: int) ->
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_whatever_happens_to_latents(seed: int, source_tp: int, target_tp: int) -> None:
-    world = World(seed, source_tp, target_tp, latent=True)
+    world = World(seed, source_tp, target_tp, nics=(1, 1), latent=True)
+    world.live(num_steps=300)
+    world.end()
+
+
+@pytest.mark.parametrize("nics", NICS)
+@pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 1), (2, 1), (1, 2)])
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_whatever_happens_over_several_nics(seed: int, source_tp: int, target_tp: int, nics: tuple[int, int]) -> None:
+    world = World(seed, source_tp, target_tp, nics=nics, latent=False)
     world.live(num_steps=300)
     world.end()

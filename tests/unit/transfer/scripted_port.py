@@ -72,6 +72,8 @@ class ScriptedPort:
     def expect(self, immediate: Immediate, num_pieces: int) -> None:
         assert immediate not in self.expected
         self.expected[immediate] = num_pieces
+        if not num_pieces:
+            self.reach(immediate)
 
     def arrived(self, immediate: Immediate) -> int:
         return self.placed.get(immediate, 0)

@@ -24,6 +24,7 @@ def parse(text: str) -> argparse.Namespace:
         ("--from tp1 --to tp2 --heads 2 --tokens 64 --page-tokens 16:32", 2 * 4 * 4),
         ("--from tp3 --to tp1 --heads 3 --tokens 33 --page-tokens 32:16", 2 * 4 * 6),
         ("--from tp2 --to tp2 --mla --tokens 48", 2 * 3 * 2),
+        ("--from tp2 --to tp1 --heads 2 --tokens 128 --nics 2", 2 * 8 * 4),
     ],
 )
 def test_real_ports_reshard(capsys: pytest.CaptureFixture[str], options: str, num_pieces: int) -> None:
@@ -46,7 +47,7 @@ def test_the_table_names_shapes_and_the_ratio(capsys: pytest.CaptureFixture[str]
 def test_wrong_bytes_are_no_figure() -> None:
     arguments = parse("--from tp2 --to tp1 --heads 2 --tokens 32")
     source, target = transfer.asked_shapes(arguments)
-    pair = transfer.Pair("asked", arguments.provider, source, target, 32)
+    pair = transfer.Pair("asked", arguments.provider, source, target, 32, nics=1)
     try:
         model = pair.fill()
         pair.seconds()

@@ -13,7 +13,7 @@ from pdd.memory.arena import LayerCounter, WakeFd
 from pdd.topology.model import Provider
 from pdd.transfer.group import Arrived, MessengerGroup, Sent, TransferEvent
 from pdd.transfer.messenger import Messenger
-from pdd.wire.messages import Grant, PrefillRequest
+from pdd.wire.messages import PrefillRequest
 
 R, REPLICA = RequestId("r"), ReplicaName("decode/0")
 DECODER, PREFILLER = Incarnation("d" * 16), Incarnation("e" * 16)
@@ -37,15 +37,14 @@ def test_every_port_sends_a_layer_when_the_lead_has_raised_the_counter() -> None
     ranks = [Messenger(port, SOURCE.layout, arena.address, watch)
              for port, arena, watch in zip(source.ports, source.arenas, watches, strict=True)]  # fmt: skip
     group = MessengerGroup(SOURCE, ranks)
-    (own,) = target.group.grant(PREFILLER)
-    grant = Grant(replica=REPLICA, rank=0, address=own.address, key=own.key, base=own.base)
+    (grant,) = target.group.grants(PREFILLER, REPLICA)
     group.connect(DECODER, grant)
     try:
         immediates = target.group.arm(R, PREFILLER, SOURCE, 0, 8)
         ticket = PrefillRequest(
             request=R, source_replica=ReplicaName("prefill/0"), target_replica=REPLICA, target_incarnation=DECODER,
             shape_digest=TARGET.digest(), seed=0, prompt=(0,) * 9, start_token=0,
-            target_pages=(PageId(5), PageId(2)), immediates=immediates, lease_s=1.0,
+            target_pages=(PageId(5), PageId(2)), num_nics=1, immediates=immediates, lease_s=1.0,
         )  # fmt: skip
         group.accept(ticket, DECODER, TARGET)
         group.announce(R, 0, 8, last=True, pages=[PageId(0), PageId(1)], counter_base=0)

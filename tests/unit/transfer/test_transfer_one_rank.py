@@ -64,6 +64,7 @@ def ticket(**changes: object) -> PrefillRequest:
         "prompt": tuple(range(15)),
         "start_token": 4,
         "target_pages": (PageId(19), PageId(3), PageId(11)),
+        "num_nics": 1,
         "immediates": (pack(5, 6),),
         "lease_s": 1.0,
     }
@@ -76,7 +77,7 @@ def arm(messenger: MessengerGroup, request: RequestId, peer: Incarnation, num_pa
 
 
 def grant(address: bytes = b"there", replica: ReplicaName = REPLICA, rank: int = 0) -> Grant:
-    return Grant(replica=replica, rank=rank, address=address, key=77, base=1 << 20)
+    return Grant(replica=replica, rank=rank, nic=0, address=address, key=77, base=1 << 20)
 
 
 def accept(messenger: MessengerGroup, **changes: object) -> None:
