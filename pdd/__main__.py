@@ -15,11 +15,13 @@ import uvloop
 import pdd
 from pdd.base.errors import OperatorError, PddError
 from pdd.base.ids import NodeName
+from pdd.base.process import die_with_parent
 from pdd.daemon.gateway import Gateway
 from pdd.daemon.main import Daemon, check_shapes, max_sequence_tokens
 from pdd.daemon.service import set_up_logs
 from pdd.daemon.up import run_nodes
 from pdd.engine.pack import PackedModel, pack
+from pdd.engine.weights.cache import default_cache
 from pdd.http import chat
 from pdd.http.plan import ServedModel
 from pdd.http.server import HttpServer
@@ -59,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     daemon = add("daemon", "run one node of a topology", _daemon)
     daemon.add_argument("--topology", required=True, type=Path, help=_TOPOLOGY)
     daemon.add_argument("--node", required=True, type=NodeName, help="which of its nodes this is")
+    daemon.add_argument("--end-with-parent", action="store_true", help="stop when the process that started it ends")
     up = add("up", "run all nodes of a topology on this machine", _up)
     up.add_argument("topology", type=Path, help=_TOPOLOGY)
     for sub in (daemon, up):
@@ -79,6 +82,8 @@ def _daemon(args: argparse.Namespace) -> int:
         names = ", ".join(topology.nodes)
         raise OperatorError(f"{args.topology} has no node {args.node}; it has {names}")
     check_local(topology, args.node)
+    if args.end_with_parent:
+        die_with_parent()
     key = load_key(topology.cluster.key_file)
     model = _packed(topology)
     check_shapes(topology, model)
@@ -120,7 +125,7 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _packed(topology: Topology) -> PackedModel:
-    cache = Path(os.environ.get("PDD_CACHE", "~/.cache/pdd")).expanduser()
+    cache = default_cache()
     bar = rich.progress.Progress(
         rich.progress.TextColumn("{task.description}"),
         rich.progress.BarColumn(),
@@ -136,6 +141,8 @@ def _packed(topology: Topology) -> PackedModel:
             tasks[stage] = bar.add_task(f"{stage} {topology.model.path.name}", total=1.0)
         bar.update(tasks[stage], completed=fraction)
 
+    if not sys.stderr.isatty():
+        return pack(topology.model.path, topology.model.dtype, cache)
     with bar:
         return pack(topology.model.path, topology.model.dtype, cache, progress)
 

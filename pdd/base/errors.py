@@ -97,12 +97,20 @@ class NoPath(PddError):
 
 
 class Cancelled(PddError):
-    """Someone cancelled the request: the client, an operator, or a daemon that is going down."""
+    """Someone cancelled the request: the client or an operator, who does not want it to be tried again."""
 
     fault = Fault.CLIENT
-    retryable = True
     http_status = 503
     code = "cancelled"
+
+
+class GoingDown(PddError):
+    """The daemon ends before the request could; another one may serve it."""
+
+    fault = Fault.OPERATOR
+    retryable = True
+    http_status = 503
+    code = "going_down"
 
 
 class HandoffFailed(PddError):

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+import pdd
 from pdd.base.errors import OperatorError
 from pdd.control import commands, topology
 from pdd.control.commands import Answer, Sockets
@@ -39,10 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
-    except BrokenPipeError:
-        # `pdctl ... | head` closed the pipe; without this Python complains once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        return _unwritten(error)
+
+
+def _unwritten(error: OSError) -> int:
+    """Standard output took no more. Without the dup2 Python would complain once more when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):  # `pdctl ... | head`
         return 0
+    _complain("", OperatorError(f"cannot write the answer: {error.strerror}"))
+    return OperatorError.exit_code
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -93,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Look at and steer the pdd daemons of this machine.",
         epilog="exit codes: 0 done, 1 refused or failed, 2 usage, 3 unreachable, 4 topology invalid",
     )
+    parser.add_argument("--version", action="version", version=f"pdctl {pdd.__version__}")
     output = argparse.ArgumentParser(add_help=False)
     output.add_argument("-o", dest="output", choices=("table", "json", "yaml"), default="table", help="output format")
     output.set_defaults(watch=None)
@@ -140,7 +149,10 @@ def _add_topology(parser: argparse.ArgumentParser, output: argparse.ArgumentPars
 
 
 def _interval(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
     if not 0.1 <= seconds <= 3600:
         raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and 3600 seconds")
     return seconds

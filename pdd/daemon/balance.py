@@ -18,6 +18,8 @@ _AFFINITY_TOKENS = 64
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     name: ReplicaName
+    num_tokens: int
+    """What its KV memory holds in all."""
     free_pages: int
     num_queued: int
     num_running: int

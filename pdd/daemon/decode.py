@@ -8,7 +8,16 @@ from __future__ import annotations
 
 import asyncio
 
-from pdd.base.errors import BadRequest, Cancelled, DeadlineExceeded, HandoffFailed, NoPath, PddError, QueueFull
+from pdd.base.errors import (
+    BadRequest,
+    Cancelled,
+    DeadlineExceeded,
+    FabricError,
+    HandoffFailed,
+    NoPath,
+    PddError,
+    QueueFull,
+)
 from pdd.base.ids import Incarnation, NodeName, RequestId
 from pdd.daemon.handoff import Handoffs
 from pdd.daemon.records import DecodeRequest, Sink
@@ -60,6 +69,7 @@ class DecodeSide(Side[DecodeRequest]):
         """The frontend found a stop string: success."""
         record = self.records.get(request)
         if record is not None and record.machine.allows(e.Finished):
+            self._observe_end(record)
             self.feed(record, e.Finished("a stop string"))
 
     def _deadline_passed(self, record: DecodeRequest, timeout_s: float) -> None:
@@ -114,7 +124,7 @@ class DecodeSide(Side[DecodeRequest]):
         else:
             try:
                 self._handoffs.begin(record)
-            except PddError as error:
+            except (NoPath, QueueFull, FabricError) as error:
                 self._give_up(record, str(error))
 
     def _prefill_here(self, record: DecodeRequest, why: str, reason: str) -> None:
@@ -206,8 +216,8 @@ class DecodeSide(Side[DecodeRequest]):
 
     def _observe_end(self, record: DecodeRequest) -> None:
         metrics = self.control.metrics
-        assert record.first_token_s is not None
-        assert record.last_token_s is not None
+        if record.first_token_s is None or record.last_token_s is None:
+            return
         metrics.e2e_request_latency.observe(record.last_token_s - record.machine.story[0].at_s)
         metrics.request_generation_tokens.observe(record.num_output_tokens)
         if record.num_output_tokens > 1:

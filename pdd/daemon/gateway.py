@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from pdd.base.ids import RequestId
 from pdd.daemon import report
 from pdd.daemon.node import Node
+from pdd.daemon.readiness import readiness
 from pdd.lifecycle.request import GenerateRequest, Readiness, TokenOutput
 
 
@@ -21,7 +22,7 @@ class Gateway:
         self._node.frontend.stop(request)
 
     def readiness(self) -> Readiness:
-        return self._node.readiness()
+        return readiness(self._node)
 
     def health(self) -> dict[str, object]:
         return report.health(self._node)

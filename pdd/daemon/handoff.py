@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 
-from pdd.base.errors import NoPath
+import structlog
+
+from pdd.base.errors import NoPath, RequestTooLarge
 from pdd.base.ids import Immediate, Incarnation, NodeName, PageId, RequestId
-from pdd.daemon.balance import choose_prefiller
+from pdd.daemon.balance import Choice, choose_prefiller
+from pdd.daemon.peers import Peer
 from pdd.daemon.records import DecodeRequest, Handoff
 from pdd.daemon.replica_set import ReplicaSet
 from pdd.daemon.side import Control, Side
@@ -21,6 +24,8 @@ from pdd.topology.model import Handoff as HandoffPolicy
 from pdd.topology.model import Role
 from pdd.transfer import events as transfer
 from pdd.wire import messages as wire
+
+log = structlog.get_logger(__name__)
 
 _PREFILL_ROLES = frozenset({Role.PREFILL.value})
 _IN_FLIGHT = (DecodeState.PREFILLING, DecodeState.TRANSFERRING)
@@ -38,30 +43,49 @@ class Handoffs:
         """One after the other, so that equal source ranks take turns."""
 
     def begin(self, record: DecodeRequest) -> None:
-        """Sends a ticket to the best prefiller. Raises PddError when there is none or no count can be armed."""
-        candidates = self._control.peers.candidates(_PREFILL_ROLES)
+        """Sends a ticket to the best prefiller. Raises NoPath when there is none, QueueFull or FabricError when no
+        count can be armed."""
+        choice, peer = self._choose(record)
+        pages = self._lacking_pages(record)
+        start, num_tokens = record.allocation.num_cached_tokens, len(record.prompt) - 1
+        source = peer.replicas[choice.name].shape
+        immediates = self._replica.messenger.arm(record.id, peer.incarnation, source, start, num_tokens)
+        seed = self._next_seed
+        self._next_seed = (seed + 1) % 2**32
+        record.handoff = Handoff(peer.node, peer.incarnation, choice.name, immediates[0])
+        record.peer = choice.name
+        record.attempts += 1
+        lease_s = self._policy.lease_s
+        record.lease = asyncio.get_running_loop().call_later(lease_s, self._lease_over, record, immediates[0])
+        self._side.feed(record, e.TicketSent(f"to {choice.name}: {choice.reason}; {len(pages)} pages, seed {seed}"))
+        unsent = self._send(peer.node, self._ticket(record, pages, immediates, seed))
+        if unsent:
+            # Like TicketSent these wait for the present event to end, and follow it in this order.
+            record.handoff.stopping, record.failure = True, unsent
+            self._side.feed(record, e.HandoffFailed(unsent))
+            self._replica.messenger.rejected(record.id, immediates[0])
+            self._replica.poll()
+
+    def _choose(self, record: DecodeRequest) -> tuple[Choice, Peer]:
+        """Another prefiller than the one that failed, where there is another."""
+        reachable = self._control.peers.candidates(_PREFILL_ROLES)
+        num_tokens = len(record.prompt) - 1
+        candidates = [it for it in reachable if it.num_tokens >= num_tokens]
+        if reachable and not candidates:
+            raise NoPath(f"no reachable prefiller has KV memory for {num_tokens} tokens")
         others = [it for it in candidates if record.handoff is None or it.name != record.handoff.prefiller]
         choice = choose_prefiller(others or candidates, record.prompt)
         peer = self._control.peers.owner(choice.name) if choice else None
         if choice is None or peer is None:
             raise NoPath("no prefiller is reachable")
-        pages = self._lacking_pages(record)
-        seed = self._next_seed
-        self._next_seed = (seed + 1) % 2**32
-        source = peer.replicas[choice.name].shape
-        start, num_tokens = record.allocation.num_cached_tokens, len(record.prompt) - 1
-        immediates = self._replica.messenger.arm(record.id, peer.incarnation, source, start, num_tokens)
-        immediate = immediates[0]
-        record.handoff = Handoff(peer.node, peer.incarnation, choice.name, immediate)
-        record.peer = choice.name
-        record.attempts += 1
-        lease_s = self._policy.lease_s
-        record.lease = asyncio.get_running_loop().call_later(lease_s, self._lease_over, record, immediate)
-        self._side.feed(record, e.TicketSent(f"to {choice.name}: {choice.reason}; {len(pages)} pages, seed {seed}"))
-        if not self._control.send(peer.node, self._ticket(record, pages, immediates, seed)):
-            self._over(record, "the link went down")
-            self._replica.messenger.rejected(record.id, immediate)
-            self._replica.poll()
+        return choice, peer
+
+    def _send(self, node: NodeName, ticket: wire.PrefillRequest) -> str:
+        """Why the ticket could not leave; empty when it has."""
+        try:
+            return "" if self._control.send(node, ticket) else f"the link to {node} just went down"
+        except RequestTooLarge as error:
+            return str(error)
 
     def _lacking_pages(self, record: DecodeRequest) -> list[PageId]:
         """Those of its pages that the prefiller is to fill."""
@@ -118,6 +142,9 @@ class Handoffs:
         record.lease = asyncio.get_running_loop().call_later(lease_s, self._lease_over, record, immediate)
         if record.machine.state in _IN_FLIGHT:
             self._failed(record, f"the pages did not arrive within {lease_s:g} s")
+        elif record.machine.state is DecodeState.DRAINING and not self._replica.messenger.arrived(record.id)[1]:
+            log.error("a drain waits for nothing", request=record.id, story=record.machine.tell())
+            self._side.feed(record, e.Drained("no piece is expected for it"))
         elif record.machine.state is DecodeState.DRAINING:
             self._control.fence(handoff.node, f"it did not confirm the end of {record.id} within {lease_s:g} s")
 

@@ -11,13 +11,14 @@ from typing import Protocol
 import structlog
 
 from pdd.base.clock import MonotonicClock
-from pdd.base.errors import TopologyInvalid
+from pdd.base.errors import GoingDown, TopologyInvalid
 from pdd.base.ids import NodeName, new_incarnation
 from pdd.daemon import report
 from pdd.daemon.admin import AdminServer
 from pdd.daemon.gateway import Gateway
 from pdd.daemon.node import Node
 from pdd.daemon.rank import executor_configs
+from pdd.daemon.readiness import readiness
 from pdd.daemon.replica import Replica
 from pdd.daemon.service import Notifier, on_signals
 from pdd.engine.pack import PackedModel
@@ -59,9 +60,10 @@ class Daemon:
         """Serves until a signal, then drains. Raises PddError when it cannot start or a replica fails."""
         stopping = asyncio.Event()
         on_signals(lambda _: stopping.set())
-        async with AsyncExitStack() as stack:
-            await self._open(stack)
-            serving = asyncio.create_task(self._serve(stack))
+        # Whoever asks goes before what answers: HTTP, links and admin socket close while the replicas are still there.
+        async with AsyncExitStack() as replicas, AsyncExitStack() as fronts:
+            await self._open(fronts)
+            serving = asyncio.create_task(self._serve(replicas))
             signalled = asyncio.create_task(stopping.wait())
             alive = asyncio.create_task(self._feed_watchdog())
             try:
@@ -74,8 +76,6 @@ class Daemon:
                 for task in (serving, signalled, alive):
                     task.cancel()
                 await asyncio.gather(serving, signalled, alive, return_exceptions=True)
-                # Peers go first: what the end of a link brings still needs the replicas' messengers.
-                await self._node.links.close()
 
     async def _open(self, stack: AsyncExitStack) -> None:
         """Everything that listens; a busy port is found before a model is loaded."""
@@ -132,9 +132,9 @@ class Daemon:
                     node.add_set(one)
                 runs.append(asyncio.create_task(replica.run()))
             node.starting = False
-            readiness = node.readiness()
-            log.info("node up", ready=readiness.ready, reason=readiness.reason)
-            self._notifier.ready(readiness.reason)
+            state = readiness(node)
+            log.info("node up", ready=state.ready, reason=state.reason)
+            self._notifier.ready(state.reason)
             if not runs:
                 await asyncio.Event().wait()
             done, _ = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
@@ -160,6 +160,7 @@ class Daemon:
                     await asyncio.sleep(_DRAIN_POLL_S)
         except TimeoutError:
             log.warning("requests did not end in time", drain_s=drain_s, unfinished=sum(1 for _ in node.running()))
+            node.end_all(GoingDown(f"node {node.name} is going down; the request did not end within {drain_s:g} s"))
 
     async def _feed_watchdog(self) -> None:
         """systemd hears from the event loop itself: when it is stuck, nothing is sent."""

@@ -23,8 +23,8 @@ from pdd.daemon.replica_set import ReplicaSet
 from pdd.daemon.side import Control
 from pdd.daemon.stories import Stories
 from pdd.lifecycle.events import error_info
-from pdd.lifecycle.request import Readiness, TokenOutput
-from pdd.topology.model import OnHandoffFailure, Role, Topology
+from pdd.lifecycle.request import TokenOutput
+from pdd.topology.model import Role, Topology
 from pdd.transfer.plan import incompatibilities
 from pdd.wire import messages as wire
 from pdd.wire.links import Links
@@ -151,6 +151,13 @@ class Node:
         log.warning("fencing peer", peer=peer, reason=reason)
         self.links.cut(peer, reason)
 
+    def end_all(self, error: PddError) -> None:
+        """Every request here ends now; whoever waits for one is told why."""
+        for decode in self._decode.values():
+            decode.failed(error)
+        for prefill in self._prefill.values():
+            prefill.failed(error)
+
     # Who fits whom.
 
     def _announcement(self) -> wire.Announce:
@@ -188,24 +195,31 @@ class Node:
 
     def _submitted(self, peer: NodeName, message: wire.Submit) -> None:
         request = message.request
-
-        def sink(output: TokenOutput) -> None:
-            if output.last:
-                self._frontends.pop(request.id, None)
-            self.send(peer, wire.Output(output=output))
-
         try:
-            side = self._decode.get(message.replica)
-            if side is None or self.replicas[message.replica].failure is not None:
-                raise NoPath(f"{message.replica} is not up")
-            if self.draining:
-                raise NoPath(f"node {self.name} is draining: it takes no new requests")
-            if request.id in self._frontends:
-                raise BadRequest(f"request {request.id} is running already", param="id")
-            self._frontends[request.id] = peer
-            side.submit(request, sink)
+            side = self._side_for(message)
+            side.submit(request, lambda output: self._answer(peer, output))
         except PddError as error:
-            sink(TokenOutput(request=request.id, error=error_info(error)))
+            self.send(peer, wire.Output(output=TokenOutput(request=request.id, error=error_info(error))))
+        else:
+            # An output that came of it at once is still on its way: to ourselves, too, messages take a turn.
+            if request.id in side.records:
+                self._frontends[request.id] = peer
+
+    def _side_for(self, message: wire.Submit) -> DecodeSide:
+        """Raises PddError when the request cannot be taken."""
+        side = self._decode.get(message.replica)
+        if side is None or self.replicas[message.replica].failure is not None:
+            raise NoPath(f"{message.replica} is not up")
+        if self.draining:
+            raise NoPath(f"node {self.name} is draining: it takes no new requests")
+        if message.request.id in self._frontends:
+            raise BadRequest(f"request {message.request.id} is running already", param="id")
+        return side
+
+    def _answer(self, peer: NodeName, output: TokenOutput) -> None:
+        if output.last:
+            self._frontends.pop(output.request, None)
+        self.send(peer, wire.Output(output=output))
 
     def _cancel(self, peer: NodeName, message: wire.Cancel) -> None:
         if self._frontends.get(message.request) != peer:
@@ -251,35 +265,6 @@ class Node:
             self.send(peer, rejected)
             return
         side.receive(peer, incarnation, ticket)
-
-    # Whether it can serve.
-
-    def readiness(self) -> Readiness:
-        if self.draining:
-            return Readiness(False, "draining: no new requests are taken")
-        if self.starting:
-            return Readiness(False, "replicas of this node are starting")
-        if failed := next((it for it in self.replicas.values() if it.failure is not None), None):
-            return Readiness(False, f"replica {failed.name} failed: {failed.failure}")
-        wanted = {replica.role for node in self.topology.nodes.values() for replica in node.replicas}
-        if Role.PREFILL in wanted and any(it.role is Role.DECODE for it in self.replicas.values()):
-            return self._prefiller_readiness()
-        if self.topology.nodes[self.name].http is not None and not self.peers.candidates(
-            frozenset({Role.DECODE.value, Role.COLOCATED.value})
-        ):
-            return Readiness(False, "no decode replica is reachable")
-        return Readiness(True, "serving")
-
-    def _prefiller_readiness(self) -> Readiness:
-        if self.peers.candidates(frozenset({Role.PREFILL.value})):
-            return Readiness(True, "serving, prefill and decode apart")
-        refused = [reason for peer in self.peers for reason in peer.refused.values()]
-        why = f"no prefiller is reachable{': ' + refused[0] if refused else ''}"
-        if Role.PREFILL not in self.peers.seen_roles:
-            return Readiness(False, f"{why}; none has been since the start")
-        if self.topology.handoff.on_failure is OnHandoffFailure.RECOMPUTE:
-            return Readiness(True, f"{why}: prompts are prefilled on the decoder")
-        return Readiness(False, why)
 
 
 def _misfit(ours: wire.ReplicaInfo, theirs: wire.ReplicaInfo) -> str:

@@ -75,8 +75,11 @@ class PrefillSide(Side[PrefillJob]):
                 self._replica.schedule(record.prompt, record.id, None, record.allocation, record.num_cached_tokens)
             case Effect.STOP_WRITES:
                 self._replica.scheduler.remove(record.id)
-                self._replica.messenger.stop(record.id)
-                self._replica.poll()
+                if record.sent is not None:  # the last write ended before the step's report: nothing is left to stop
+                    self._all_sent(record, record.sent)
+                else:
+                    self._replica.messenger.stop(record.id)
+                    self._replica.poll()
             case Effect.CONFIRM_STOP:
                 self._confirm_stop(record)
             case Effect.REJECT:

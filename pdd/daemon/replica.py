@@ -43,6 +43,7 @@ class Replica:
         ranks: list[Rank],
         sets: list[ReplicaSet],
         work: asyncio.Event,
+        clock: Clock,
         metrics: Metrics,
     ) -> None:
         self.name = name
@@ -51,6 +52,7 @@ class Replica:
         self._parallel = config.parallel
         self._ranks = ranks
         self._work = work
+        self._clock = clock
         self._metrics = metrics
 
     @classmethod
@@ -80,7 +82,7 @@ class Replica:
             )
             for dp_rank in range(dp)
         ]  # fmt: skip
-        replica = cls(name, config, ranks=ranks, sets=sets, work=work, metrics=metrics)
+        replica = cls(name, config, ranks=ranks, sets=sets, work=work, clock=clock, metrics=metrics)
         try:
             if config.role is not Role.COLOCATED:
                 for dp_rank, one in enumerate(sets):
@@ -152,7 +154,9 @@ class Replica:
             return StepDone(number=step.number, sampled=[], compute_s=0.0)
         first = self.sets.index(one) * self._parallel.tp
         ranks = self._ranks[first : first + self._parallel.tp]
+        one.step_started_s = self._clock.now_s()
         done, *_ = await asyncio.gather(*(rank.handle.step(step) for rank in ranks))
+        one.step_started_s = None
         self._metrics.steps.labels(one.name).inc()
         self._metrics.step_compute.labels(self.role).observe(done.compute_s)
         return done

@@ -70,6 +70,8 @@ class ReplicaSet:
         self.failure: str | None = None
         self.gigabytes_per_s: float | None = None
         self.num_steps = 0
+        self.step_started_s: float | None = None
+        """When the step that runs now was sent to the executors; None between steps."""
         self.broken = asyncio.Event()
         """Set when a fabric endpoint of the set is gone for good."""
         self._config = config
@@ -138,7 +140,7 @@ class ReplicaSet:
 
     def retire(self, request: RequestId) -> None:
         """The request has ended: its pages return, at once or after the step that uses them."""
-        if self.admission.withdraw(request):
+        if self.admission.withdraw(request) or not self.admission.is_admitted(request):
             return  # it never had any
         if self.scheduler.remove(request):
             self._leaving.add(request)
@@ -176,11 +178,11 @@ class ReplicaSet:
         self.num_steps += bool(plan.step.rows)
         self.user.computed(plan, seconds)
         for outcome in self.scheduler.complete(plan, sampled):
-            if isinstance(outcome, Removed):
-                self._leaving.discard(outcome.request)
-                self._free(outcome.request)
-            else:
+            if not isinstance(outcome, Removed):
                 self.user.outcome(outcome)
+            elif outcome.request in self._leaving:  # else its pages are still being read or written by the fabric
+                self._leaving.remove(outcome.request)
+                self._free(outcome.request)
 
     def fail(self, error: PddError) -> None:
         self.failure = str(error)

@@ -12,6 +12,7 @@ from pdd.base.errors import BadRequest
 from pdd.base.ids import RequestId
 from pdd.daemon.metrics import Metrics
 from pdd.daemon.node import Node
+from pdd.daemon.readiness import readiness
 from pdd.daemon.replica_set import ReplicaSet
 from pdd.wire import admin
 
@@ -25,7 +26,7 @@ async def answer(node: Node, request: admin.AdminRequest) -> msgspec.Struct:
 
 
 def status(node: Node) -> admin.Status:
-    readiness = node.readiness()
+    state = readiness(node)
     http = node.topology.nodes[node.name].http
     return admin.Status(
         node=node.name,
@@ -33,8 +34,8 @@ def status(node: Node) -> admin.Status:
         version=pdd.__version__,
         pid=os.getpid(),
         uptime_s=node.clock.now_s() - node.started_s,
-        ready=readiness.ready,
-        reason=readiness.reason,
+        ready=state.ready,
+        reason=state.reason,
         model=node.topology.model.name,
         http=f"http://{http.host}:{http.port}" if http else None,
         draining=node.draining,
@@ -64,7 +65,7 @@ def counters(metrics: Metrics) -> dict[str, int]:
 
 def refresh_gauges(node: Node) -> None:
     """Sets the gauges that are read off the state rather than kept up with it."""
-    node.metrics.ready.set(node.readiness().ready)
+    node.metrics.ready.set(readiness(node).ready)
     for replica in node.replicas.values():
         pool = replica.pool
         for use, num_pages in (

@@ -14,13 +14,13 @@ import msgspec
 import structlog
 
 from pdd.base.clock import Clock
-from pdd.base.errors import IllegalEvent
+from pdd.base.errors import IllegalEvent, InvariantBroken
 from pdd.base.ids import Incarnation, NodeName, RequestId
 from pdd.daemon.metrics import Metrics
 from pdd.daemon.peers import PeerBook
 from pdd.daemon.records import Record
 from pdd.daemon.stories import Stories
-from pdd.lifecycle.events import Effect, Event
+from pdd.lifecycle.events import Effect, Event, broken
 from pdd.wire.messages import Message
 
 log = structlog.get_logger(__name__)
@@ -79,15 +79,23 @@ class Side(Generic[R]):
         try:
             effects = machine.apply(event, self.control.clock.now_s())
         except IllegalEvent as error:
-            self.control.metrics.illegal_events.inc()
-            log.error("illegal event", error=str(error))
+            self._bug(error)
             effects = ()
         if machine.terminal:
             self._end(record)
         else:
             self._count_state(record, +1)
         for effect in effects:
-            self.perform(effect, record)
+            try:
+                self.perform(effect, record)
+            except InvariantBroken as error:
+                self._bug(error)
+                if not machine.ending:  # it alone pays for it
+                    self._events.append((record, broken(error)))
+
+    def _bug(self, error: InvariantBroken) -> None:
+        self.control.metrics.broken_invariants.inc()
+        log.error("broken invariant", error=str(error), exc_info=error)
 
     def perform(self, effect: Effect, record: R) -> None:
         """Carries out one order. Must bring about its event, now or later, or none if the order has no answer."""
@@ -102,6 +110,6 @@ class Side(Generic[R]):
         metrics.requests_ended.labels(record.side, record.machine.state).inc()
         for state, seconds in record.machine.seconds_in(now_s).items():
             metrics.request_state.labels(record.side, state).observe(seconds)
-        self.control.stories.ended(record)
+        self.control.stories.ended(record, now_s)
         log.info("request ended", request=record.id, side=record.side, state=str(record.machine.state),
                  reason=record.machine.story[-1].reason)  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
+import msgspec
+
 from pdd.base.errors import BadRequest, NotFound
 from pdd.daemon.records import Record
 from pdd.lifecycle.table import DecodeState
@@ -13,35 +15,44 @@ from pdd.wire.admin import RequestRow, Story, StoryLine
 _NUM_KEPT = 1000
 
 
+class _Ended(msgspec.Struct, frozen=True):
+    row: RequestRow
+    story: Story
+    end_s: float
+
+
 class Stories:
-    """Ended requests by (id, side), oldest first; the oldest are forgotten."""
+    """Ended requests by (id, side), oldest first; the oldest are forgotten. Of each only what is told is kept."""
 
     def __init__(self) -> None:
-        self._ended: OrderedDict[tuple[str, str], Record] = OrderedDict()
+        self._ended: OrderedDict[tuple[str, str], _Ended] = OrderedDict()
 
-    def ended(self, record: Record) -> None:
-        self._ended[record.id, record.side] = record
+    def ended(self, record: Record, now_s: float) -> None:
+        self._ended[record.id, record.side] = _Ended(_row(record, now_s), story(record, now_s), now_s)
         self._ended.move_to_end((record.id, record.side))
         if len(self._ended) > _NUM_KEPT:
             self._ended.popitem(last=False)
 
     def rows(self, running: Iterable[Record], now_s: float, num_ended: int = 20) -> tuple[RequestRow, ...]:
         """Those that run, then the latest that ended."""
-        latest = list(self._ended.values())[-num_ended:]
-        return tuple(_row(record, now_s) for record in [*running, *reversed(latest)])
+        latest = [
+            msgspec.structs.replace(it.row, state_s=now_s - it.end_s) for it in list(self._ended.values())[-num_ended:]
+        ]
+        return (*(_row(record, now_s) for record in running), *reversed(latest))
 
     def find(self, running: Iterable[Record], prefix: str, now_s: float) -> tuple[Story, ...]:
         """The story of the request whose id begins with `prefix`, of both sides where both are here.
 
         Raises NotFound, or BadRequest when several requests match.
         """
-        matches = [it for it in [*running, *self._ended.values()] if it.id.startswith(prefix)]
-        ids = {record.id for record in matches}
+        matches = [story(record, now_s) for record in running if record.id.startswith(prefix)]
+        matches += [it.story for (request, _), it in self._ended.items() if request.startswith(prefix)]
+        ids = {match.request for match in matches}
         if not matches:
             raise NotFound(f"no request here has an id that begins with {prefix!r} (the latest {_NUM_KEPT} are kept)")
         if len(ids) > 1 and prefix not in ids:
             raise BadRequest(f"{len(ids)} requests have ids that begin with {prefix!r}: write more of it")
-        return tuple(story(record, now_s) for record in matches if len(ids) == 1 or record.id == prefix)
+        return tuple(match for match in matches if len(ids) == 1 or match.request == prefix)
 
 
 def _row(record: Record, now_s: float) -> RequestRow:

@@ -46,5 +46,5 @@ async def _start(topology_file: Path, node: NodeName, log_level: str) -> asyncio
     # A session of its own: ctrl-C reaches the daemons through us alone, once, as SIGTERM.
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "pdd", "daemon", "--topology", str(topology_file), "--node", node,
-        "--log-level", log_level, stdin=asyncio.subprocess.DEVNULL, start_new_session=True,
+        "--log-level", log_level, "--end-with-parent", stdin=asyncio.subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip

@@ -93,6 +93,10 @@ class Admission:
             )
         self._line[request] = _Waiting(request, prompt, num_tokens)
 
+    def is_admitted(self, request: RequestId) -> bool:
+        """Whether it holds a slot."""
+        return request in self._admitted
+
     def withdraw(self, request: RequestId) -> bool:
         """Takes a request out of the line; False when it is not in it."""
         return self._line.pop(request, None) is not None

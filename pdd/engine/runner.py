@@ -73,7 +73,7 @@ class BatchRow:
 class LayerProgress:
     """Tells the daemon's C library, layer by layer, that the KV of a step is in place.
 
-    All ranks of a set tell, but only the lead's counter is seen: it stands for the whole set (docs/adr/0020).
+    All ranks of a set tell, but only the lead's counter is seen: it stands for the whole set (docs/adr/0012).
     """
 
     def __init__(self, counter: LayerCounter, wakes: Sequence[WakeFd]) -> None:

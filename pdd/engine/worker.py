@@ -7,7 +7,6 @@ as the daemon's end of the socket.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import os
 import resource
@@ -22,6 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from pdd.base.errors import InvariantBroken, OperatorError, PddError, TopologyInvalid
+from pdd.base.process import die_with_parent
 from pdd.engine.config import ModelConfig
 from pdd.engine.gathering import Gathering
 from pdd.engine.pack import PackedModel, open_packed
@@ -35,7 +35,6 @@ from pdd.memory.shape import heads_of
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """Longer frames are refused: a step is a few hundred kilobytes at most."""
-_PR_SET_PDEATHSIG = 1
 
 T = TypeVar("T")
 
@@ -160,12 +159,6 @@ def _decoded(body: bytes, kind: type[T]) -> T:
         raise InvariantBroken(f"the daemon sent a frame that is no {kind.__name__}: {error}") from error
 
 
-def _die_with_parent() -> None:
-    """The socket's end of file ends us between steps; this also within a long one. An interrupt is the daemon's."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def _fail(channel: Channel, error: Exception) -> int:
     """Tell the daemon, leave the traceback on stderr, and answer with the exit code."""
     traceback.print_exception(error)
@@ -178,7 +171,8 @@ def _fail(channel: Channel, error: Exception) -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pdd.engine.worker", description="Executor; the daemon starts it.")
     parser.add_argument("--fd", type=int, required=True, help="this end of the socket pair")
-    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the daemon's business
+    die_with_parent()  # the socket's end of file ends us between steps; this also within a long one
     with socket.socket(fileno=parser.parse_args(arguments).fd) as sock:
         channel = Channel(sock)
         try:

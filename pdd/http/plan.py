@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from pdd.base.errors import BadRequest, ModelNotFound
+from pdd.base.errors import BadRequest, ContextTooLong, ModelNotFound
 from pdd.base.ids import RequestId, new_request_id
 from pdd.http.choice import TextOptions
-from pdd.http.prompts import Prompt, chat_prompt, completion_prompts
+from pdd.http.prompts import Prompt, chat_prompt, chat_texts, completion_prompts, completion_texts
 from pdd.http.requests import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from pdd.http.responses import ChatFormat, Format, TextFormat
 from pdd.http.sampling import answer_tokens, sampling_params, seeded
@@ -27,6 +27,16 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     max_sequence_tokens: int
     """Prompt and answer together: the least of what the model was trained for, what the operator allows and what a
     replica's KV memory holds."""
+
+    def check_size(self, text: str, param: str) -> None:
+        """Raises ContextTooLong for a text that no tokenizing could make fit: that is known without doing it."""
+        least = len(text) // self.text.vocabulary.max_piece_bytes
+        if least > self.max_sequence_tokens:
+            raise ContextTooLong(
+                f"This model's maximum context length is {self.max_sequence_tokens} tokens. Your text of {len(text)} "
+                f"characters has at least {least} tokens. Please shorten it.",
+                param,
+            )
 
     def check_name(self, name: str) -> None:
         if name != self.name:
@@ -59,6 +69,8 @@ def plan_chat(body: ChatBody, model: ServedModel) -> Plan:
         raise BadRequest("max_tokens and max_completion_tokens differ; set only one of them.", "max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise BadRequest("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
+    for text in chat_texts(body):
+        model.check_size(text, "messages")
     return _plan(
         body,
         model,
@@ -78,6 +90,8 @@ def plan_completion(body: CompletionBody, model: ServedModel) -> Plan:
         raise BadRequest("best_of other than n is not supported by this server.", "best_of")
     if body.echo and body.logprobs is not None:
         raise BadRequest("echo together with logprobs is not supported: prompts have no logprobs here.", "logprobs")
+    for text in completion_texts(body):
+        model.check_size(text, "prompt")
     prompts = completion_prompts(body, model.text)
     return _plan(
         body,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -18,6 +19,21 @@ class Prompt(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...]
     text: str
     """What `echo` gives back; empty where that is not asked for."""
+
+
+def chat_texts(body: ChatBody) -> Iterator[str]:
+    """The texts of a conversation as they came, unchecked."""
+    for message in body.messages:
+        parts = [] if message.content is None or isinstance(message.content, str) else message.content
+        yield from (part.text for part in parts if part.text is not None)
+        if isinstance(message.content, str):
+            yield message.content
+
+
+def completion_texts(body: CompletionBody) -> Iterator[str]:
+    """The prompts that are texts, unchecked."""
+    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    yield from (prompt for prompt in prompts if isinstance(prompt, str))
 
 
 def chat_prompt(body: ChatBody, text: Text) -> Prompt:

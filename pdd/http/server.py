@@ -185,6 +185,7 @@ class HttpServer:
         return _json({"count": len(tokens), "max_model_len": self._model.max_sequence_tokens, "tokens": tokens})
 
     def _encode(self, body: TokenizeBody) -> list[int]:
+        self._model.check_size(body.prompt, "prompt")
         return self._model.text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
 
     async def _detokenize(self, request: web.Request) -> web.Response:

@@ -24,6 +24,8 @@ _WORD_BORDER = "\u2581"
 class Vocabulary(Protocol):
     size: int
     """Token ids are 0 .. size - 1."""
+    max_piece_bytes: int
+    """No token stands for a longer text than this."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, special tokens that are written in it included; adds none of its own."""
@@ -44,6 +46,8 @@ class Vocabulary(Protocol):
 
 class ByteVocabulary:
     """Token t < 256 is byte t; the ids above are special and have no text."""
+
+    max_piece_bytes = 1
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -75,6 +79,7 @@ class TokenizerVocabulary:
         self._special = frozenset(
             token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
         )
+        self.max_piece_bytes = max(len(name.encode()) for name in tokenizer.get_vocab())
         self._to_bytes = _piece_reader(tokenizer)
         self._pieces: dict[int, bytes] = {}
 
@@ -88,7 +93,8 @@ class TokenizerVocabulary:
         return cls(tokenizer, size)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # As a batch of one, because only batches let other threads run meanwhile.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -98,6 +98,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Requests that wait for pages on one replica before new ones get 429."""
     timeout_s: Seconds = 600.0
     """Deadline of a request that names none."""
+    step_s: Seconds = 30.0
+    """A step that takes longer means that its executor is stuck: the node is not ready while it lasts."""
     drain_s: Seconds = 30.0
     """How long a daemon that was told to stop lets running requests go on."""
     max_body_bytes: Bytes = 8 * 1024 * 1024

@@ -142,7 +142,7 @@ class Cluster:
                         found.append(replica)
                 status = await self.ask(name, "status")
                 found.extend(it for it in status["replicas"] if it["num_running"] or it["num_queued"])
-                assert status["counters"].get("illegal_events", 0) == 0, self.log(name)
+                assert status["counters"].get("broken_invariants", 0) == 0, self.log(name)
             return not found
 
         await eventually(zero, SETTLE_S, lambda: str(found))

@@ -7,7 +7,14 @@ from pdd.daemon.balance import Candidate, choose_decoder, choose_prefiller
 
 
 def candidate(name: str, **fields: int) -> Candidate:
-    known = {"free_pages": 100, "num_queued": 0, "num_running": 0, "queued_tokens": 0, "max_sequences": 8}
+    known = {
+        "num_tokens": 4096,
+        "free_pages": 100,
+        "num_queued": 0,
+        "num_running": 0,
+        "queued_tokens": 0,
+        "max_sequences": 8,
+    }
     return Candidate(name=ReplicaName(name), **{**known, **fields})
 
 

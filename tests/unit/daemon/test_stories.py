@@ -28,7 +28,7 @@ def handed_off(request: str) -> Record:
 
 def test_a_story_tells_times_and_rates() -> None:
     stories = Stories()
-    stories.ended(handed_off("cmpl-aa"))
+    stories.ended(handed_off("cmpl-aa"), 16.0)
     (story,) = stories.find([], "cmpl-a", 99.0)
     assert [(line.at_s, line.state) for line in story.lines][:3] == [(0, "queued"), (1, "allocated"), (2, "prefilling")]
     assert story.seconds_in == {
@@ -42,7 +42,7 @@ def test_a_story_tells_times_and_rates() -> None:
 def test_a_prefix_must_mean_one_request() -> None:
     stories = Stories()
     for request in ("cmpl-aa", "cmpl-ab", "cmpl-a"):
-        stories.ended(handed_off(request))
+        stories.ended(handed_off(request), 16.0)
     assert stories.find([], "cmpl-a", 0.0)[0].request == "cmpl-a"  # a whole id wins over being a prefix
     with pytest.raises(BadRequest, match="3 requests"):
         stories.find([], "cmpl", 0.0)
@@ -53,7 +53,7 @@ def test_a_prefix_must_mean_one_request() -> None:
 def test_rows_show_running_requests_first_and_only_the_latest_ended_ones() -> None:
     stories = Stories()
     for index in range(30):
-        stories.ended(handed_off(f"cmpl-{index}"))
+        stories.ended(handed_off(f"cmpl-{index}"), 16.0)
     running = Record(Machine(DECODE, RequestId("cmpl-x"), 90.0), "decode", ReplicaName("decode0/0"), (1,))
     rows = stories.rows([running], 100.0, num_ended=2)
     assert [row.request for row in rows] == ["cmpl-x", "cmpl-29", "cmpl-28"]

@@ -1,0 +1,60 @@
+"""Whether a node can serve now, and what stands in the way: for /ready, pdctl, systemd and the gauge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pdd.daemon.node import Node
+from pdd.daemon.replica_set import ReplicaSet
+from pdd.lifecycle.request import Readiness
+from pdd.topology.model import OnHandoffFailure, Role
+
+_PREFILL_ROLES = frozenset({Role.PREFILL.value})
+_DECODE_ROLES = frozenset({Role.DECODE.value, Role.COLOCATED.value})
+
+
+def readiness(node: Node) -> Readiness:
+    """The first thing that stands in the way, or how it serves."""
+    obstacle = next(_obstacles(node), None)
+    if obstacle is not None:
+        return Readiness(False, obstacle)
+    if not _hands_off(node):
+        return Readiness(True, "serving")
+    if node.peers.candidates(_PREFILL_ROLES):
+        return Readiness(True, "serving, prefill and decode apart")
+    return Readiness(True, f"{_without_prefiller(node)}: prompts are prefilled on the decoder")
+
+
+def _obstacles(node: Node) -> Iterator[str]:
+    limits = node.topology.limits
+    if node.draining:
+        yield "draining: no new requests are taken"
+    if node.starting:
+        yield "replicas of this node are starting"
+    for replica in node.replicas.values():
+        if replica.failure is not None:
+            yield f"replica {replica.name} failed: {replica.failure}"
+        if _step_age_s(node, replica) > limits.step_s:
+            yield f"replica {replica.name} has been in one step for {_step_age_s(node, replica):.0f} s"
+    if _hands_off(node) and not node.peers.candidates(_PREFILL_ROLES):
+        if Role.PREFILL not in node.peers.seen_roles:
+            yield f"{_without_prefiller(node)}; none has been since the start"
+        if node.topology.handoff.on_failure is OnHandoffFailure.ERROR:
+            yield _without_prefiller(node)
+    if node.topology.nodes[node.name].http is not None and not node.peers.candidates(_DECODE_ROLES):
+        yield "no decode replica is reachable"
+
+
+def _hands_off(node: Node) -> bool:
+    """Whether this node decodes what others are to prefill."""
+    wanted = {replica.role for one in node.topology.nodes.values() for replica in one.replicas}
+    return Role.PREFILL in wanted and any(it.role is Role.DECODE for it in node.replicas.values())
+
+
+def _without_prefiller(node: Node) -> str:
+    refused = [reason for peer in node.peers for reason in peer.refused.values()]
+    return f"no prefiller is reachable{': ' + refused[0] if refused else ''}"
+
+
+def _step_age_s(node: Node, replica: ReplicaSet) -> float:
+    return 0.0 if replica.step_started_s is None else node.clock.now_s() - replica.step_started_s
