@@ -92,7 +92,7 @@ def _struct_table(struct: inspect.StructType) -> str:
 def _type(kind: inspect.Type) -> str:
     match kind:
         case inspect.UnionType(types=types):
-            return next(_type(it) for it in types if not isinstance(it, inspect.NoneType))
+            return " or ".join(_type(it) for it in types if not isinstance(it, inspect.NoneType))
         case inspect.Metadata(extra={"unit": "bytes"}):
             return "size"
         case inspect.Metadata(type=inner):
@@ -102,7 +102,7 @@ def _type(kind: inspect.Type) -> str:
         case inspect.DictType(value_type=value):
             return f"name: {_type(value)}"
         case inspect.VarTupleType(item_type=item):
-            return f"list of {_type(item)}"
+            return f"list of ({_type(item)})" if isinstance(item, inspect.UnionType) else f"list of {_type(item)}"
         case inspect.EnumType(cls=enum):
             return " or ".join(f"`{member.value}`" for member in enum)
         case inspect.LiteralType(values=values):

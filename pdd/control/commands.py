@@ -59,7 +59,7 @@ def status(sockets: Sockets) -> Answer:
 _NODE_HEADER = ("NODE", "STATE", "MODEL", "HTTP", "UP", "PID", "VERSION", "WHY")
 _REPLICA_HEADER = (
     *("REPLICA", "ROLE", "STATE", "RUNNING", "QUEUED", "FREE", "CACHED", "QUARANTINED", "PAGES"),
-    *("STEPS", "FABRIC", "GB/S", "WHY"),
+    *("STEPS", "FABRIC", "NICS", "GB/S", "WHY"),
 )
 
 
@@ -74,7 +74,7 @@ def _replica_row(replica: ReplicaStatus) -> tuple[object, ...]:
     pages = (replica.free_pages, replica.cached_pages, replica.quarantined_pages, replica.num_pages)
     return (
         *(replica.name, replica.role, replica.state, replica.num_running, replica.num_queued, *pages, replica.steps),
-        *(replica.provider, "" if rate is None else f"{rate:.2f}", replica.reason),
+        *(replica.provider, len(replica.nics) or None, "" if rate is None else f"{rate:.2f}", replica.reason),
     )
 
 

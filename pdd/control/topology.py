@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from pdd.base.errors import TopologyInvalid
+from pdd.base.ids import ReplicaName, set_name
 from pdd.control.commands import Answer
 from pdd.control.render import as_json, mebibytes, table, to_data
 from pdd.topology.check import warnings
 from pdd.topology.load import load
-from pdd.topology.model import Role, Topology
+from pdd.topology.model import Replica, Role, Topology
 from pdd.topology.schema import schema
 
 
@@ -49,10 +51,24 @@ def _replicas(topology: Topology) -> str:
         for name, replica in topology.replicas(node_name).items():
             cores = " ".join(map(str, replica.cores)) or "all"
             kv = mebibytes(replica.kv_bytes)
-            rows.append((name, replica.role, address, http, cores, replica.page_tokens, kv, replica.chunk_tokens))
+            for one, ranks in _sets(name, replica):
+                shown = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+                nics = (
+                    " ".join("+".join(replica.nics_by_rank[rank]) for rank in ranks if replica.nics_by_rank) or "auto"
+                )
+                memory = (replica.page_tokens, kv, replica.chunk_tokens)
+                rows.append((one, replica.role, shown, address, http, nics, cores, *memory))
         if not node.replicas:
-            rows.append((node_name, "frontend", address, http, "", None, "", None))
-    return table(("REPLICA", "ROLE", "CONTROL", "HTTP", "CORES", "PAGE TOKENS", "KV", "CHUNK TOKENS"), rows)
+            rows.append((node_name, "frontend", "", address, http, "", "", None, "", None))
+    columns = ("REPLICA", "ROLE", "RANKS", "CONTROL", "HTTP", "NICS", "CORES", "PAGE TOKENS", "KV", "CHUNK TOKENS")
+    return table(columns, rows)
+
+
+def _sets(name: ReplicaName, replica: Replica) -> Iterator[tuple[ReplicaName, range]]:
+    """The replica sets with their ranks: what daemons and their peers name."""
+    tp, dp = replica.parallel.tp, replica.parallel.dp
+    for dp_rank in range(dp):
+        yield set_name(name, dp_rank, dp), range(dp_rank * tp, (dp_rank + 1) * tp)
 
 
 def _count(number: int, noun: str) -> str:

@@ -23,7 +23,7 @@ class Rank:
         self.counter = LayerCounter.map(handle.counter_fd) if handle.counter_fd is not None else None
         """Of the lead rank of a set: it counts for all of them."""
         self.wakes = tuple(WakeFd(fd) for fd in handle.wake_fds)
-        """Of the lead rank: one for each rank's port."""
+        """Of the lead rank: one for each port of the set."""
 
     async def close(self) -> None:
         """Ends the executor. The ports that know the arena must be closed already."""
@@ -39,8 +39,7 @@ def executor_configs(
     name: ReplicaName, config: ReplicaConfig, model: PackedModel, rendezvous: str
 ) -> list[ExecutorConfig]:
     """What the topology says of a replica, as each of its executors wants to hear it, in the order of ranks."""
-    parallel = config.parallel
-    num_ranks = parallel.tp * parallel.dp
+    parallel, num_ranks = config.parallel, config.parallel.num_ranks
     shares = [_share(config.cores, rank, num_ranks) for rank in range(num_ranks)]
     return [
         ExecutorConfig(
@@ -58,6 +57,7 @@ def executor_configs(
             chunk_tokens=config.chunk_tokens,
             max_sequences=config.max_sequences,
             cores=cores,
+            num_wakes=parallel.tp * config.num_nics,
             threads=config.threads or max(1, (len(cores) or os.cpu_count() or 1) // (1 if cores else num_ranks)),
         )
         for rank, cores in enumerate(shares)

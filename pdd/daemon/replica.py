@@ -14,7 +14,7 @@ import structlog
 
 from pdd.base.clock import Clock
 from pdd.base.errors import PddError, ReplicaFailed
-from pdd.base.ids import ReplicaName
+from pdd.base.ids import ReplicaName, set_name
 from pdd.daemon.metrics import Metrics
 from pdd.daemon.rank import Rank, executor_configs
 from pdd.daemon.replica_set import ReplicaSet
@@ -26,6 +26,7 @@ from pdd.fabric.libfabric import LibfabricPort, measure
 from pdd.memory.shape import KvShape
 from pdd.topology.model import Fabric, Limits, Role
 from pdd.topology.model import Replica as ReplicaConfig
+from pdd.topology.nics import port_hosts
 from pdd.transfer.group import MessengerGroup
 from pdd.transfer.messenger import Messenger
 
@@ -85,8 +86,10 @@ class Replica:
         replica = cls(name, config, ranks=ranks, sets=sets, work=work, clock=clock, metrics=metrics)
         try:
             if config.role is not Role.COLOCATED:
+                hosts = port_hosts(config, host)
                 for dp_rank, one in enumerate(sets):
-                    _open_fabric(one, ranks[dp_rank * tp : (dp_rank + 1) * tp], fabric, host)
+                    of_set = slice(dp_rank * tp, (dp_rank + 1) * tp)
+                    _open_fabric(one, ranks[of_set], fabric, hosts[of_set])
         except PddError:
             await replica.stop()
             raise
@@ -162,11 +165,6 @@ class Replica:
         return done
 
 
-def set_name(replica: ReplicaName, dp_rank: int, dp: int) -> ReplicaName:
-    """`decode0/0`, or `decode0/0.1` for the second of several sets."""
-    return replica if dp == 1 else ReplicaName(f"{replica}.{dp_rank}")
-
-
 async def _start_ranks(name: ReplicaName, config: ReplicaConfig, model: PackedModel, run_dir: Path) -> list[Rank]:
     """All executors at once: they find each other before they are ready."""
     rendezvous = run_dir / f"{name.replace('/', '-')}.rendezvous"
@@ -186,18 +184,19 @@ async def _start_ranks(name: ReplicaName, config: ReplicaConfig, model: PackedMo
         rendezvous.unlink(missing_ok=True)
 
 
-def _open_fabric(one: ReplicaSet, ranks: list[Rank], fabric: Fabric, host: str) -> None:
-    """A port for each rank. All of them wait for the lead rank's layers: it counts for the whole set."""
+def _open_fabric(one: ReplicaSet, ranks: list[Rank], fabric: Fabric, hosts: tuple[tuple[str, ...], ...]) -> None:
+    """A port for each NIC of each rank. All of them wait for the lead rank's layers: it counts for the whole set."""
     ports: list[LibfabricPort] = []
     messengers = []
     counter, wakes = ranks[0].counter, ranks[0].wakes
-    for tp_rank, rank in enumerate(ranks):
-        port = LibfabricPort.open(fabric.provider, host, fabric.spin_us)
-        watch = None
-        if one.role is Role.PREFILL and counter is not None:
-            watch = port.watch(counter.address, wakes[tp_rank].fd)
-        messengers.append(Messenger(port, rank.layout, rank.arena.address, watch))
-        ports.append(port)
+    for rank, nics in zip(ranks, hosts, strict=True):
+        for host in nics:
+            port = LibfabricPort.open(fabric.provider, host, fabric.spin_us)
+            watch = None
+            if one.role is Role.PREFILL and counter is not None:
+                watch = port.watch(counter.address, wakes[len(ports)].fd)
+            messengers.append(Messenger(port, rank.layout, rank.arena.address, watch))
+            ports.append(port)
     one.gigabytes_per_s = measure(ports[0])
     one.open_fabric(ports, MessengerGroup(one.shape, messengers))
     info = ports[0].info

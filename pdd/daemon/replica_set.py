@@ -27,6 +27,7 @@ from pdd.topology.model import Replica as ReplicaConfig
 from pdd.topology.model import Role
 from pdd.transfer.events import PortBroken, TransferEvent
 from pdd.transfer.group import MessengerGroup
+from pdd.wire.admin import NicStatus
 from pdd.wire.messages import RankInfo, ReplicaInfo, ReplicaLoad
 
 
@@ -202,6 +203,25 @@ class ReplicaSet:
     def provider(self) -> str:
         return self._ports[0].info.provider if self._ports else ""
 
+    @property
+    def num_nics(self) -> int:
+        """Of each rank; 1 where there are none to use."""
+        return max(1, len(self._ports) // self.shape.tp)
+
+    def nics(self) -> tuple[NicStatus, ...]:
+        """Of all ranks; empty for those that hand nothing over."""
+        statistics = [port.statistics() for port in self._ports]
+        return tuple(
+            NicStatus(
+                rank=number // self.num_nics,
+                nic=number % self.num_nics,
+                host=port.host,
+                sent_bytes=counted["num_bytes"],
+                arrived_pieces=counted["num_arrived"],
+            )
+            for number, (port, counted) in enumerate(zip(self._ports, statistics, strict=True))
+        )
+
     def info(self) -> ReplicaInfo:
         return ReplicaInfo(
             name=self.name,
@@ -209,7 +229,8 @@ class ReplicaSet:
             model_digest=self._model.digest,
             shape=self.shape,
             ranks=tuple(
-                RankInfo(rank=rank, fabric_provider=port.info.provider) for rank, port in enumerate(self._ports)
+                RankInfo(rank=rank, fabric_provider=port.info.provider)
+                for rank, port in enumerate(self._ports[:: self.num_nics])
             ),
             max_sequences=self._config.max_sequences,
         )

@@ -94,6 +94,7 @@ def _replica(replica: ReplicaSet) -> admin.ReplicaStatus:
         num_pages=pool.num_pages,
         steps=replica.num_steps,
         provider=replica.provider,
+        nics=replica.nics(),
         fabric_gigabytes_per_s=replica.gigabytes_per_s,
     )
 

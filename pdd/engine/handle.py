@@ -25,7 +25,7 @@ _STOP_S = 5.0
 
 class ExecutorHandle:
     """A running executor. Made by `start`. Its descriptors belong to whoever takes them: `arena_fd`, and of the lead
-    rank of a set `counter_fd` and a wake-up for each rank's port, `wake_fds` (see ExecutorReady)."""
+    rank of a set `counter_fd` and a wake-up for each port, `wake_fds` (see ExecutorReady)."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ExecutorHandle:
         log.info("executor started", executor=name, pid=process.pid)
         try:
             await asyncio.get_running_loop().sock_sendall(ours, _frame(msgspec.msgpack.encode(config)))
-            num_descriptors = 1 if config.rank % config.tp else 2 + config.tp
+            num_descriptors = 1 if config.rank % config.tp else 2 + config.num_wakes
             message, descriptors = await _receive_ready(ours, name, num_descriptors)
             streams = await asyncio.open_unix_connection(sock=ours)
         except BaseException:

@@ -36,13 +36,15 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_sequences: int
     cores: tuple[int, ...]
     threads: int
+    num_wakes: int
+    """Eventfds that a set's lead provides: one for each fabric port of the set, so `tp` times the NICs of a rank."""
 
 
 class ExecutorReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The model is loaded. Descriptors ride along (SCM_RIGHTS): the rank's arena (memfd) and, from tp rank 0 only, also
     the layer counter (memfd of one page; a little-endian u64 at offset 0: layers whose KV is in place on all tp ranks
-    since the start, never reset), and `tp` eventfds that the executor writes after each raise of the counter. There is
-    one for each rank's fabric port, for whoever waits on an eventfd also takes the news away from the others."""
+    since the start, never reset), and `num_wakes` eventfds that the executor writes after each raise of the counter.
+    There is one for each fabric port, for whoever waits on an eventfd also takes the news away from the others."""
 
     layout: KvLayout
     load_s: float

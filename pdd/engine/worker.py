@@ -101,7 +101,7 @@ def serve(channel: Channel) -> None:
 def _wakes(config: ExecutorConfig) -> list[WakeFd]:
     """One for each port of the set, on its lead: a port empties the one that it waits for."""
     is_lead = config.rank % config.tp == 0
-    return [WakeFd.create() for _ in range(config.tp)] if is_lead else []
+    return [WakeFd.create() for _ in range(config.num_wakes)] if is_lead else []
 
 
 def plan_layout(model: ModelConfig, config: ExecutorConfig) -> KvLayout:

@@ -17,6 +17,7 @@ from pdd.base.errors import TopologyInvalid
 from pdd.base.ids import NodeName
 from pdd.topology.faults import KeyPath, dotted
 from pdd.topology.model import Node, Provider, Replica, Role, Topology
+from pdd.topology.nics import nic_address
 from pdd.topology.run_dir import MAX_SOCKET_PATH_BYTES, run_dir, socket_path_bytes
 
 VERSION = 1
@@ -46,20 +47,26 @@ def problems(topology: Topology) -> Iterator[Problem]:
     yield from _http(topology)
     yield from _pages(topology)
     yield from _ranks(topology)
+    yield from _nics(topology)
     yield from _chunks(topology)
     yield from _hosts(topology)
 
 
 def warnings(topology: Topology) -> list[str]:
     """What is allowed but probably not meant, one sentence each."""
-    return [*_shared_cores(topology), *_idle_threads(topology), *_open_ports(topology)]
+    return [
+        *_shared_cores(topology),
+        *_idle_threads(topology),
+        *_unused_nics(topology),
+        *_open_ports(topology),
+    ]
 
 
 def check_local(topology: Topology, node: NodeName) -> None:
     """What a daemon checks of its own node before it starts anything.
 
     Raises TopologyInvalid with one line a fault: an unknown node, cores that this machine does not have (or that this
-    process may not use), an admin socket whose path is too long for the system.
+    process may not use), NICs that it does not have, an admin socket whose path is too long for the system.
     """
     if node not in topology.nodes:
         raise TopologyInvalid(f"node {node} is not in the topology: it has {', '.join(topology.nodes)}")
@@ -71,12 +78,26 @@ def check_local(topology: Topology, node: NodeName) -> None:
         for core in replica.cores
         if core not in usable
     ]
+    faults += [
+        f"{dotted(path)}.nics: {fault}"
+        for path, replica in _replicas(topology)
+        if path[1] == node
+        for fault in _absent_nics(replica)
+    ]
     length_bytes = socket_path_bytes(run_dir(topology), node)
     if length_bytes > MAX_SOCKET_PATH_BYTES:
         text = f"the admin socket's path has {length_bytes} bytes, the system allows {MAX_SOCKET_PATH_BYTES}"
         faults.append(f"cluster.run_dir: {text}: name a shorter directory")
     if faults:
         raise TopologyInvalid("\n".join(faults))
+
+
+def _absent_nics(replica: Replica) -> Iterator[str]:
+    for nic in sorted({nic for nics in replica.nics_by_rank for nic in nics}):
+        try:
+            nic_address(nic)
+        except TopologyInvalid as error:
+            yield str(error)
 
 
 def _replicas(topology: Topology) -> Iterator[tuple[KeyPath, Replica]]:
@@ -191,6 +212,37 @@ def _ranks(topology: Topology) -> Iterator[Problem]:
             yield Problem(at=(*path, "cores"), text=f"{list(replica.cores)} names a core twice")
 
 
+def _nics(topology: Topology) -> Iterator[Problem]:
+    for path, replica in _replicas(topology):
+        by_rank = replica.nics_by_rank
+        if replica.nics == "auto":
+            continue
+        at = (*path, "nics")
+        shape = ((*path, "parallel", "tp"), (*path, "parallel", "dp"))
+        entries: tuple[KeyPath, ...] = tuple((*at, rank) for rank in range(len(by_rank)))
+        tp, dp = replica.parallel.tp, replica.parallel.dp
+        if len(by_rank) != tp * dp:
+            text = f"{_number(len(by_rank), 'entry', 'entries')} for {_number(tp * dp, 'rank', 'ranks')}"
+            yield Problem(at=at, text=f"{text} (tp {tp}, dp {dp}): write one for each", relies_on=(*shape, *entries))
+            continue
+        for rank, names in enumerate(by_rank):
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if len(names) != len(by_rank[0]):
+                numbers = f"rank {rank} has {_number(len(names), 'NIC', 'NICs')}, rank 0 has {len(by_rank[0])}"
+                yield Problem(at=(*at, rank), text=f"{numbers}: every rank has as many", relies_on=entries)
+            elif not names:
+                yield Problem(at=(*at, rank), text=f"rank {rank} has no NIC: name at least one, or write `nics: auto`")
+            elif twice is not None:
+                yield Problem(at=(*at, rank), text=f"rank {rank} names {twice} twice", relies_on=entries)
+        if topology.fabric.provider is Provider.SHM:
+            text = "provider shm uses no NIC: leave `nics` out, or use tcp"
+            yield Problem(at=at, text=text, relies_on=(("fabric", "provider"),))
+
+
+def _number(number: int, one: str, several: str) -> str:
+    return f"{number} {one if number == 1 else several}"
+
+
 def _hosts(topology: Topology) -> Iterator[Problem]:
     for name, node in topology.nodes.items():
         if node.host in _WILDCARDS:
@@ -233,6 +285,12 @@ def _idle_threads(topology: Topology) -> Iterator[str]:
     for path, replica in _replicas(topology):
         if replica.threads is not None and replica.cores and replica.threads > len(replica.cores):
             yield f"{dotted(path)}: {replica.threads} threads on {len(replica.cores)} cores will wait for each other"
+
+
+def _unused_nics(topology: Topology) -> Iterator[str]:
+    for path, replica in _replicas(topology):
+        if replica.role is Role.COLOCATED and replica.nics != "auto":
+            yield f"{dotted(path)}: a colocated replica hands nothing over: its nics are not used"
 
 
 def _open_ports(topology: Topology) -> Iterator[str]:

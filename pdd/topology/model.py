@@ -122,6 +122,10 @@ class Parallel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ep: Positive = 1
     """Ranks that share the experts of a mixture-of-experts model: all `tp * dp` of them, or 1: each set has all."""
 
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.dp
+
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     role: Role
@@ -131,6 +135,9 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Cores its executors are pinned to; empty: all of them."""
     threads: Positive | None = None
     """Compute threads of each executor; None: as many as `cores`."""
+    nics: Literal["auto"] | tuple[NonEmpty | tuple[NonEmpty, ...], ...] = "auto"
+    """For each rank its NIC, or the list of NICs that it uses in parallel: names of network interfaces, or IPv4
+    addresses of theirs. auto: each rank has one port, on the node's `host`."""
     page_tokens: Positive = 16
     """Tokens of KV in a page: a power of two up to 256, the same for prefill and decode replicas."""
     kv_bytes: Bytes = 256 * 1024 * 1024
@@ -141,6 +148,18 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Most sequences that hold pages at once."""
     prefix_cache: bool = True
     """Keeps the KV of ended requests findable by their tokens, until the pages are needed."""
+
+    @property
+    def nics_by_rank(self) -> tuple[tuple[str, ...], ...]:
+        """The names, for each rank; empty where that is left to `auto`."""
+        if self.nics == "auto":
+            return ()
+        return tuple((names,) if isinstance(names, str) else names for names in self.nics)
+
+    @property
+    def num_nics(self) -> int:
+        """Of each rank."""
+        return max(map(len, self.nics_by_rank), default=1)
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

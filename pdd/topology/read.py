@@ -42,10 +42,10 @@ class Reader:
             raise TooManyValuesError
         self._faults.saw(path, place_of(node))
         match wanted:
-            case inspect.UnionType(types=types):
-                if isinstance(node, ScalarNode) and is_null(node):
+            case inspect.UnionType():
+                if isinstance(node, ScalarNode) and is_null(node) and wanted.includes_none:
                     return None
-                return self.value(node, next(t for t in types if not isinstance(t, inspect.NoneType)), path)
+                return self.value(node, _member(wanted, node), path)
             case inspect.StructType() if isinstance(node, MappingNode):
                 return self._struct(node, wanted, path)
             case inspect.DictType() if isinstance(node, MappingNode):
@@ -134,14 +134,22 @@ def stand_in(wanted: inspect.Type) -> Any:  # noqa: PLR0911 - one case a kind of
             return next(iter(enum))
         case inspect.LiteralType(values=values):
             return values[0]
-        case inspect.UnionType():
-            return None
+        case inspect.UnionType(types=types):
+            return None if wanted.includes_none else stand_in(types[0])
         case inspect.StrType():
             return ""
         case inspect.CustomType(cls=cls) if cls is Path:
             return Path()
         case _:
             return 0
+
+
+def _member(wanted: inspect.UnionType, node: Node) -> inspect.Type:
+    """What of a union a node can only mean: its list, or what it has beside."""
+    members = [member for member in wanted.types if not isinstance(member, inspect.NoneType)]
+    wants_list = isinstance(node, SequenceNode)
+    fitting = (member for member in members if isinstance(member, inspect.VarTupleType) == wants_list)
+    return next(fitting, members[0])
 
 
 def _needs(wanted: inspect.Type) -> str:

@@ -29,6 +29,19 @@ class AdminReply(msgspec.Struct, frozen=True, kw_only=True):
     error: AdminError | None = None
 
 
+class NicStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A NIC of a rank (its fabric port), and what went through it since the start."""
+
+    rank: int
+    """Tensor-parallel rank in the set."""
+    nic: int
+    host: str
+    """The address that the port binds."""
+    sent_bytes: int
+    """KV, and what the measurement at the start wrote."""
+    arrived_pieces: int
+
+
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     role: str
@@ -43,6 +56,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
     steps: int
     provider: str
+    nics: tuple[NicStatus, ...]
+    """Of all ranks; empty where nothing is handed over."""
     fabric_gigabytes_per_s: float | None
     """Measured at start: a loopback write to itself; None where it could not be."""
 

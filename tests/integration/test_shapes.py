@@ -92,6 +92,47 @@ async def test_data_parallel_decoders_share_the_requests(
         assert all(replica["steps"] > 0 for replica in status["replicas"])
 
 
+TWO_NICS = ["127.0.0.1", "127.0.0.2"]
+
+
+async def moved(cluster: Cluster, node: str) -> dict[tuple[int, str], int]:
+    """For each rank and NIC of a prefiller the bytes it has sent, of a decoder the pieces that have arrived."""
+    (replica,) = (await cluster.ask(node, "status"))["replicas"]
+    key = "sent_bytes" if replica["role"] == "prefill" else "arrived_pieces"
+    return {(nic["rank"], nic["host"]): nic[key] for nic in replica["nics"]}
+
+
+@pytest.mark.parametrize("kv_heads", [2])
+@pytest.mark.parametrize("decode_nics", [TWO_NICS, TWO_NICS[:1]], ids=["2 to 2", "2 to 1"])
+async def test_several_nics_carry_a_prompt(
+    make_cluster: MakeCluster, tmp_path: Path, expected: list[str], kv_heads: int, decode_nics: list[str]
+) -> None:
+    nodes = shaped({"parallel": {"tp": 2}, "nics": [TWO_NICS, TWO_NICS]}, {"nics": [decode_nics]})
+    async with make_cluster(nodes, toy(tmp_path, kv_heads), handoff=HANDOFF_ALL) as cluster:
+        before = await moved(cluster, "prefill0")
+        assert await answers(cluster, 12) == expected
+        sent = {key: number - before[key] for key, number in (await moved(cluster, "prefill0")).items()}
+        arrived = await moved(cluster, "decode0")
+        assert list(sent) == [(0, TWO_NICS[0]), (0, TWO_NICS[1]), (1, TWO_NICS[0]), (1, TWO_NICS[1])]
+        assert list(arrived) == [(0, host) for host in decode_nics]
+        assert all(arrived.values())
+        for (_, host), num_bytes in sent.items():
+            assert (num_bytes > 0) == (host in decode_nics), "NIC n of a prefiller sends to NIC n of a decoder"
+        assert "handoffs[failed]" not in (await cluster.ask("decode0", "status"))["counters"]
+
+
+@pytest.mark.parametrize("kv_heads", [2])
+async def test_one_nic_sends_to_two(
+    make_cluster: MakeCluster, tmp_path: Path, expected: list[str], kv_heads: int
+) -> None:
+    nodes = shaped({}, {"parallel": {"tp": 2}, "nics": [TWO_NICS, TWO_NICS]})
+    async with make_cluster(nodes, toy(tmp_path, kv_heads), handoff=HANDOFF_ALL) as cluster:
+        assert await answers(cluster, 12) == expected
+        arrived = await moved(cluster, "decode0")
+        assert len(arrived) == 4
+        assert all(arrived.values())
+
+
 @pytest.mark.parametrize("kv_heads", [2])
 async def test_one_prefiller_serves_three_decoders_and_two_prefillers_one(
     make_cluster: MakeCluster, tmp_path: Path, expected: list[str], kv_heads: int

@@ -24,6 +24,7 @@ from pdd.wire.admin import (
     DrainResult,
     KvReport,
     KvReports,
+    NicStatus,
     PageOwner,
     PeerRow,
     Peers,
@@ -129,6 +130,7 @@ def status(node: str) -> Status:
         num_pages=14,
         steps=99,
         provider="tcp",
+        nics=(NicStatus(rank=0, nic=0, host="127.0.0.1", sent_bytes=1, arrived_pieces=2),) * 6,
         fabric_gigabytes_per_s=2.5,
     )
     return Status(
@@ -452,6 +454,33 @@ def test_topology_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     shown: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert shown["valid"] is False
     assert len(shown["faults"]) == 3
+
+
+def test_topology_show_has_a_row_for_each_replica_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(
+        """\
+version: 1
+cluster: {key_file: key}
+model: {name: toy, path: model}
+nodes:
+  p:
+    control_port: 7000
+    replicas: [{role: prefill, parallel: {tp: 2}, nics: [[a, b], [c, d]]}]
+  d:
+    control_port: 7001
+    http: {port: 8000}
+    replicas: [{role: decode, parallel: {tp: 2, dp: 2}}, {role: decode, parallel: {dp: 2}, nics: [e, f]}]
+"""
+    )
+    assert main(["topology", "show", str(path)]) == 0
+    header, *rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert header[:4] == ["REPLICA", "ROLE", "RANKS", "CONTROL"]
+    assert [(row[0], row[2]) for row in rows] == [
+        ("p/0", "0-1"), ("d/0.0", "0-1"), ("d/0.1", "2-3"), ("d/1.0", "0"), ("d/1.1", "1"),
+    ]  # fmt: skip
+    assert rows[0][4:6] == ["a+b", "c+d"]
+    assert [row[5] for row in rows[1:]] == ["auto", "auto", "e", "f"]
 
 
 def test_topology_show_and_schema(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,7 @@ def executor_config(model_dir: Path, rendezvous: Path, **changes: object) -> Exe
     values = ExecutorConfig(
         replica="node/0", rank=0, tp=1, dp=1, ep=1, rendezvous=str(rendezvous), role="colocated",
         model_dir=str(model_dir), dtype="float32", page_tokens=4, kv_bytes=1 << 20, chunk_tokens=64, max_sequences=4,
-        cores=(), threads=1,
+        cores=(), threads=1, num_wakes=1,
     )  # fmt: skip
     return msgspec.structs.replace(values, **changes)
 
@@ -92,7 +92,9 @@ class ReplicaOfRanks:
         self.tp, self.dp = tp, dp
         self.executors = [Executor((programs or {}).get(rank, WORKER)) for rank in range(dp * tp)]
         for rank, one in enumerate(self.executors):
-            one.send(executor_config(model_dir, rendezvous, rank=rank, tp=tp, dp=dp, ep=ep, **changes))
+            one.send(
+                executor_config(model_dir, rendezvous, rank=rank, tp=tp, dp=dp, ep=ep, num_wakes=2 * tp, **changes)
+            )
         self.arenas: list[Arena] = []
         self.counters: list[LayerCounter] = []
         """Of each set's lead."""
@@ -101,7 +103,7 @@ class ReplicaOfRanks:
         for rank, one in enumerate(self.executors):
             message, fds = one.receive()
             assert isinstance(message, ExecutorReady), message
-            assert len(fds) == (1 if rank % tp else 2 + tp)
+            assert len(fds) == (1 if rank % tp else 2 + 2 * tp)
             self.arenas.append(Arena.map(fds[0], message.layout))
             if rank % tp == 0:
                 self.counters.append(LayerCounter.map(fds[1]))

@@ -154,7 +154,7 @@ def test_toys_of_any_shape_give_one_text(tmp_path: Path, toy_dir: Path, tp: int,
         assert layout.num_kv_heads == max(num_kv_heads // tp, 1)
         assert tokens(generate(replica)[0]) == continuation(model, layout, PROMPT, 6)
         assert replica.counters[0].read() == 3 * (3 + 6)
-        assert [wake.drain() for wake in replica.wakes] == [3 * (3 + 6)] * tp
+        assert [wake.drain() for wake in replica.wakes] == [3 * (3 + 6)] * 2 * tp
 
 
 def test_a_wrong_byte_on_any_rank_changes_the_toys_text(tmp_path: Path, toy_dir: Path) -> None:

@@ -1,0 +1,68 @@
+"""Before any request: the names of NICs in a topology to the addresses that a replica's fabric ports bind."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from collections.abc import Iterator
+from ipaddress import AddressValueError, IPv4Address
+
+from pdd.base.errors import TopologyInvalid
+from pdd.topology.model import Replica
+
+_SIOCGIFADDR = 0x8915
+"""ioctl: an interface's IPv4 address (netdevice(7))."""
+
+_MAX_NAME_BYTES = 15
+"""IFNAMSIZ, less the zero at the end."""
+
+
+def port_hosts(replica: Replica, host: str) -> tuple[tuple[str, ...], ...]:
+    """For each rank of a replica of this machine the addresses of its ports, one for each NIC; `host` is the node's.
+    Raises TopologyInvalid."""
+    if replica.nics == "auto":
+        return ((host,),) * replica.parallel.num_ranks
+    return tuple(tuple(nic_address(nic) for nic in nics) for nics in replica.nics_by_rank)
+
+
+def nic_address(nic: str) -> str:
+    """The IPv4 address of a NIC of this machine: of a network interface, or the address itself. Raises TopologyInvalid,
+    which names those that there are."""
+    try:
+        address = str(IPv4Address(nic))
+    except AddressValueError:
+        found = _interface_address(nic)
+        if found is None:
+            raise TopologyInvalid(
+                f"{nic!r} is no network interface with an IPv4 address here: {_those_here()}"
+            ) from None
+        return found
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            raise TopologyInvalid(f"{address} is no address of this machine: {_those_here()}") from None
+    return address
+
+
+def _interface_address(name: str) -> str | None:
+    """None: no such interface, or it has no IPv4 address."""
+    if len(name.encode()) > _MAX_NAME_BYTES:
+        return None  # else the system would look for its beginning
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        try:
+            reply = fcntl.ioctl(control, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+        except OSError:
+            return None
+    return socket.inet_ntoa(reply[20:24])
+
+
+def _those_here() -> str:
+    return "there are " + ", ".join(_interfaces())
+
+
+def _interfaces() -> Iterator[str]:
+    for _, name in socket.if_nameindex():
+        if address := _interface_address(name):
+            yield f"{name} ({address})"
