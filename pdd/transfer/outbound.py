@@ -39,7 +39,7 @@ class Outbound:
         self._blocks = lacking_blocks(own, target, ticket.start_token, num_tokens)
         self.request = ticket.request
         self.immediate = ticket.immediates[0]
-        self.lanes = plan_lanes(legs, self._blocks, own_nics, ticket.num_nics)
+        self.lanes = plan_lanes(legs, self._blocks, own_nics, ticket.num_nics, ticket.seed)
         self.source_ports = sorted({lane.source_port for lane in self.lanes})
         self.ends: dict[int, Sent | Stopped] = {}
         """Of the source ports whose part is over."""

@@ -188,14 +188,19 @@ def nic_of(block: int, num_nics: int) -> int:
     return block // STRIPE_BLOCKS % num_nics
 
 
-def plan_lanes(legs: Sequence[Leg], blocks: range, source_nics: int, target_nics: int) -> tuple[Lane, ...]:
-    """Each leg's lanes for those blocks; a NIC that takes none of them has no lane."""
+def plan_lanes(legs: Sequence[Leg], blocks: range, source_nics: int, target_nics: int, seed: int) -> tuple[Lane, ...]:
+    """Each leg's lanes for those blocks; a NIC that takes none of them has no lane.
+
+    Where both sides have as many NICs, number n sends to number n, as rails are wired. Elsewhere the source's NICs take
+    turns from handoff to handoff.
+    """
     used = sorted({nic_of(block, target_nics) for block in blocks})
+    turn = 0 if source_nics == target_nics else seed
     return tuple(
         Lane(
             leg=leg,
             target_nic=nic,
-            source_port=leg.source_rank * source_nics + nic % source_nics,
+            source_port=leg.source_rank * source_nics + (nic + turn) % source_nics,
             target_port=leg.target_rank * target_nics + nic,
         )
         for leg in legs

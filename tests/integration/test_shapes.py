@@ -116,8 +116,7 @@ async def test_several_nics_carry_a_prompt(
         assert list(sent) == [(0, TWO_NICS[0]), (0, TWO_NICS[1]), (1, TWO_NICS[0]), (1, TWO_NICS[1])]
         assert list(arrived) == [(0, host) for host in decode_nics]
         assert all(arrived.values())
-        for (_, host), num_bytes in sent.items():
-            assert (num_bytes > 0) == (host in decode_nics), "NIC n of a prefiller sends to NIC n of a decoder"
+        assert all(sent.values())
         assert "handoffs[failed]" not in (await cluster.ask("decode0", "status"))["counters"]
 
 

@@ -79,13 +79,15 @@ def test_lanes_of_different_numbers_of_nics() -> None:
     legs = plan_legs(two, one, 0)
     blocks = range(4 * STRIPE_BLOCKS)
 
-    def ports(source_nics: int, target_nics: int, blocks: range = blocks) -> list[tuple[int, int]]:
-        return [(it.source_port, it.target_port) for it in plan_lanes(legs, blocks, source_nics, target_nics)]
+    def ports(source_nics: int, target_nics: int, blocks: range = blocks, seed: int = 0) -> list[tuple[int, int]]:
+        return [(it.source_port, it.target_port) for it in plan_lanes(legs, blocks, source_nics, target_nics, seed)]
 
     assert ports(1, 1) == [(0, 0), (1, 0)]
     assert ports(2, 2) == [(0, 0), (1, 1), (2, 0), (3, 1)]
     assert ports(1, 2) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert ports(2, 1) == [(0, 0), (2, 0)]
+    assert ports(2, 1, seed=1) == [(1, 0), (3, 0)], "the source's NICs take turns"
+    assert ports(2, 2, seed=1) == ports(2, 2), "but rails stay rails"
     assert ports(2, 3) == [(0, 0), (1, 1), (0, 2), (2, 0), (3, 1), (2, 2)]
     assert ports(2, 2, range(5, 6)) == [(1, 1), (3, 1)], "what carries nothing is no lane"
 
