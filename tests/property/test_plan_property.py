@@ -119,7 +119,7 @@ def test_moved_bytes_are_a_plain_reshard(case: Case) -> None:
             rank, nic = divmod(port, case.source_nics)
             for parcel in parcels:
                 target_rank, target_nic = divmod(parcel.target_port, case.target_nics)
-                assert nic == target_nic % case.source_nics
+                assert nic == target_nic or case.source_nics != case.target_nics, "rails stay rails"
                 for layer, pair, piece in itertools.product(
                     range(source.num_layers), zip(parcel.source_pages, parcel.target_pages, strict=True), parcel.pieces
                 ):
