@@ -12,7 +12,7 @@ import structlog
 
 from pdd.base.clock import MonotonicClock
 from pdd.base.errors import GoingDown, TopologyInvalid
-from pdd.base.ids import NodeName, new_incarnation
+from pdd.base.ids import NodeName, ReplicaName, new_incarnation
 from pdd.daemon import report
 from pdd.daemon.admin import AdminServer
 from pdd.daemon.gateway import Gateway
@@ -21,10 +21,12 @@ from pdd.daemon.rank import executor_configs
 from pdd.daemon.readiness import readiness
 from pdd.daemon.replica import Replica
 from pdd.daemon.service import Notifier, on_signals
+from pdd.daemon.supervisor import Supervisor
 from pdd.engine.pack import PackedModel
 from pdd.engine.sharding import check_parallel
 from pdd.engine.worker import plan_layout
 from pdd.topology.model import Http, Role, Topology
+from pdd.topology.model import Replica as ReplicaConfig
 from pdd.topology.run_dir import make_run_dir
 from pdd.wire.admin import socket_path
 from pdd.wire.links import Links
@@ -57,7 +59,7 @@ class Daemon:
         self._node = Node(topology, name, new_incarnation(), MonotonicClock())
 
     async def run(self) -> None:
-        """Serves until a signal, then drains. Raises PddError when it cannot start or a replica fails."""
+        """Serves until a signal, then drains. Raises PddError when it cannot start."""
         stopping = asyncio.Event()
         on_signals(lambda _: stopping.set())
         # Whoever asks goes before what answers: HTTP, links and admin socket close while the replicas are still there.
@@ -110,40 +112,39 @@ class Daemon:
         )
 
     async def _serve(self, stack: AsyncExitStack) -> None:
-        """Starts the replicas and waits for the first that fails; raises its error."""
+        """Starts the replicas and keeps them running. Raises PddError when one cannot start at all."""
         topology, node = self._topology, self._node
-        runs = []
+        runs: list[asyncio.Task[None]] = []
         try:
             for name, config in topology.replicas(self._name).items():
-                replica = await Replica.start(
-                    name,
-                    config,
-                    self._model,
-                    host=topology.nodes[self._name].host,
-                    run_dir=make_run_dir(topology),
-                    fabric=topology.fabric,
-                    limits=topology.limits,
-                    max_sequence_tokens=max_sequence_tokens(topology, self._model),
-                    clock=node.clock,
-                    metrics=node.metrics,
-                )
-                stack.push_async_callback(replica.stop)
-                for one in replica.sets:
-                    node.add_set(one)
-                runs.append(asyncio.create_task(replica.run()))
+                supervisor = Supervisor(node, name, partial(self._start_replica, name, config))
+                stack.push_async_callback(supervisor.stop)
+                await supervisor.start()
+                runs.append(asyncio.create_task(supervisor.run()))
             node.starting = False
             state = readiness(node)
             log.info("node up", ready=state.ready, reason=state.reason)
             self._notifier.ready(state.reason)
-            if not runs:
-                await asyncio.Event().wait()
-            done, _ = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
-            node.replica_failed()
-            raise done.pop().result()
+            await asyncio.gather(*runs, asyncio.Event().wait())
         finally:
             for run in runs:
                 run.cancel()
             await asyncio.gather(*runs, return_exceptions=True)
+
+    async def _start_replica(self, name: ReplicaName, config: ReplicaConfig) -> Replica:
+        topology, node = self._topology, self._node
+        return await Replica.start(
+            name,
+            config,
+            self._model,
+            host=topology.nodes[self._name].host,
+            run_dir=make_run_dir(topology),
+            fabric=topology.fabric,
+            limits=topology.limits,
+            max_sequence_tokens=max_sequence_tokens(topology, self._model),
+            clock=node.clock,
+            metrics=node.metrics,
+        )
 
     async def _drain(self) -> None:
         """Takes no new requests and lets the running ones end, for `limits.drain_s` at most."""

@@ -57,6 +57,7 @@ class Metrics:
         self.stale_messages = counter("stale_messages", "Control messages for handoffs that were over", ("message",))
         self.preemptions = counter("preemptions", "Sequences that lost their pages to an older one")
         self.broken_invariants = counter("broken_invariants", "Contradictions in the daemon's own books: each is a bug")
+        self.replica_restarts = counter("replica_restarts", "Failed replicas that came up again", ("replica",))
         self.steps = counter("steps", "Steps run by executors", ("replica",))
         self.step_compute = seconds("step_compute_seconds", "Compute time of a step in the executor", ("role",))
         self.requests_in_state = gauge("requests_in_state", "Requests that have not ended", ("side", "state"))

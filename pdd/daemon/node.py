@@ -51,6 +51,8 @@ class Node:
         """Until every replica of this node is up."""
         self.replicas: dict[ReplicaName, ReplicaSet] = {}
         """Replica sets: each is a replica to everyone but replica.py."""
+        self.down: dict[ReplicaName, str] = {}
+        """Replicas of this node that have failed, and why."""
         self.frontend = Frontend(self.peers, self.send)
         self._decode: dict[ReplicaName, DecodeSide] = {}
         self._prefill: dict[ReplicaName, PrefillSide] = {}
@@ -78,13 +80,23 @@ class Node:
         else:
             policy, timeout_s = self.topology.handoff, self.topology.limits.timeout_s
             replica.user = self._decode[replica.name] = DecodeSide(self._control, replica, policy, timeout_s)
-        self._announce_to_all()
+        self.announce_to_all()
         for peer in self.peers:
             self._pair(peer)
 
-    def replica_failed(self) -> None:
-        """One of ours is down; its requests have been told already."""
-        self._announce_to_all()
+    def shut_out_all(self, replica: ReplicaSet, reason: str) -> None:
+        """Ends what still goes on between a set and any peer, as if every link were lost."""
+        for peer in list(self.peers):
+            self.side_of(replica).peer_down(peer.node, peer.incarnation, reason)
+
+    def remove_set(self, replica: ReplicaSet) -> None:
+        """It is no more."""
+        for table in (self.replicas, self._decode, self._prefill):
+            table.pop(replica.name, None)
+
+    def side_of(self, replica: ReplicaSet) -> DecodeSide | PrefillSide:
+        """What holds its requests."""
+        return self._decode[replica.name] if replica.name in self._decode else self._prefill[replica.name]
 
     def running(self) -> Iterator[Record]:
         """Requests that have not ended, of both sides."""
@@ -163,7 +175,8 @@ class Node:
     def _announcement(self) -> wire.Announce:
         return wire.Announce(replicas=tuple(it.info() for it in self.replicas.values() if it.failure is None))
 
-    def _announce_to_all(self) -> None:
+    def announce_to_all(self) -> None:
+        """Tells every peer which replicas there are."""
         for peer in list(self.peers):
             self.send(peer.node, self._announcement())
 

@@ -31,9 +31,9 @@ def _obstacles(node: Node) -> Iterator[str]:
         yield "draining: no new requests are taken"
     if node.starting:
         yield "replicas of this node are starting"
+    for name, reason in node.down.items():
+        yield f"replica {name} is down: {reason}"
     for replica in node.replicas.values():
-        if replica.failure is not None:
-            yield f"replica {replica.name} failed: {replica.failure}"
         if _step_age_s(node, replica) > limits.step_s:
             yield f"replica {replica.name} has been in one step for {_step_age_s(node, replica):.0f} s"
     if _hands_off(node) and not node.peers.candidates(_PREFILL_ROLES):

@@ -9,7 +9,7 @@ import msgspec
 
 import pdd
 from pdd.base.errors import BadRequest
-from pdd.base.ids import RequestId
+from pdd.base.ids import ReplicaName, RequestId
 from pdd.daemon.metrics import Metrics
 from pdd.daemon.node import Node
 from pdd.daemon.readiness import readiness
@@ -39,7 +39,10 @@ def status(node: Node) -> admin.Status:
         model=node.topology.model.name,
         http=f"http://{http.host}:{http.port}" if http else None,
         draining=node.draining,
-        replicas=tuple(_replica(replica) for replica in node.replicas.values()),
+        replicas=(
+            *(_replica(replica) for replica in node.replicas.values()),
+            *(_down(node, name) for name in node.down if name not in node.replicas),
+        ),
         counters=counters(node.metrics),
     )
 
@@ -96,6 +99,26 @@ def _replica(replica: ReplicaSet) -> admin.ReplicaStatus:
         provider=replica.provider,
         nics=replica.nics(),
         fabric_gigabytes_per_s=replica.gigabytes_per_s,
+    )
+
+
+def _down(node: Node, name: ReplicaName) -> admin.ReplicaStatus:
+    """A replica that has failed and is not up again: it has no pages."""
+    return admin.ReplicaStatus(
+        name=name,
+        role=node.topology.replicas(node.name)[name].role,
+        state="failed",
+        reason=node.down[name],
+        num_queued=0,
+        num_running=0,
+        free_pages=0,
+        cached_pages=0,
+        quarantined_pages=0,
+        num_pages=0,
+        steps=0,
+        provider="",
+        nics=(),
+        fabric_gigabytes_per_s=None,
     )
 
 

@@ -6,6 +6,7 @@ machine, its effects performed at once. An effect that brings about another even
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -49,12 +50,16 @@ class Side(Generic[R]):
     def __init__(self, control: Control) -> None:
         self.control = control
         self.records: dict[RequestId, R] = {}
+        self.idle = asyncio.Event()
+        """Set while there are none."""
+        self.idle.set()
         self._events: deque[tuple[R, Event]] = deque()
         self._feeding = False
 
     def begin(self, record: R) -> None:
         """Takes a request in: performs what its first state orders."""
         self.records[record.id] = record
+        self.idle.clear()
         self._count_state(record, +1)
         for effect in record.machine.start_effects:
             self.perform(effect, record)
@@ -106,6 +111,8 @@ class Side(Generic[R]):
 
     def _end(self, record: R) -> None:
         del self.records[record.id]
+        if not self.records:
+            self.idle.set()
         metrics, now_s = self.control.metrics, self.control.clock.now_s()
         metrics.requests_ended.labels(record.side, record.machine.state).inc()
         for state, seconds in record.machine.seconds_in(now_s).items():

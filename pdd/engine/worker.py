@@ -160,8 +160,9 @@ def _decoded(body: bytes, kind: type[T]) -> T:
 
 
 def _fail(channel: Channel, error: Exception) -> int:
-    """Tell the daemon, leave the traceback on stderr, and answer with the exit code."""
-    traceback.print_exception(error)
+    """Tell the daemon, leave the traceback of a bug on stderr, and answer with the exit code."""
+    if not isinstance(error, PddError) or isinstance(error, InvariantBroken):
+        traceback.print_exception(error)
     message = str(error) if isinstance(error, PddError) else f"{type(error).__name__}: {error}"
     exit_code = error.exit_code if isinstance(error, OperatorError) else 1
     channel.send(ExecutorFailed(message=message, exit_code=exit_code))
