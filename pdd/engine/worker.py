@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -165,7 +166,8 @@ def _fail(channel: Channel, error: Exception) -> int:
         traceback.print_exception(error)
     message = str(error) if isinstance(error, PddError) else f"{type(error).__name__}: {error}"
     exit_code = error.exit_code if isinstance(error, OperatorError) else 1
-    channel.send(ExecutorFailed(message=message, exit_code=exit_code))
+    with suppress(ConnectionError):  # the daemon may have given us up already
+        channel.send(ExecutorFailed(message=message, exit_code=exit_code))
     return exit_code
 
 
