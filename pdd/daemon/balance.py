@@ -21,6 +21,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     """What its KV memory holds in all."""
     free_pages: int
+    page_tokens: int
     num_queued: int
     num_running: int
     queued_tokens: int
@@ -33,9 +34,13 @@ class Choice(msgspec.Struct, frozen=True):
     reason: str
 
 
-def choose_decoder(candidates: Sequence[Candidate], prompt: Sequence[int], num_pages: int) -> Choice | None:
-    """Prefers replicas with `num_pages` free now, then the least loaded. None without candidates."""
-    best = min(candidates, key=lambda it: (it.free_pages < num_pages, _load(it), _distance(it, prompt)), default=None)
+def choose_decoder(candidates: Sequence[Candidate], prompt: Sequence[int]) -> Choice | None:
+    """Prefers replicas with room for the prompt now, then the least loaded. None without candidates."""
+
+    def cost(it: Candidate) -> tuple[bool, float, bytes]:
+        return it.free_pages * it.page_tokens < len(prompt), _load(it), _distance(it, prompt)
+
+    best = min(candidates, key=cost, default=None)
     if best is None:
         return None
     return Choice(best.name, f"{best.num_queued} queued, {best.num_running} running, {best.free_pages} pages free")

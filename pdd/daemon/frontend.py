@@ -73,9 +73,7 @@ class Frontend:
 
     def _open(self, request: GenerateRequest) -> _Stream:
         candidates = self._peers.candidates(_DECODE_ROLES)
-        layouts = {info.name: info.shape.layout for peer in self._peers for info in peer.replicas.values()}
-        num_pages = layouts[candidates[0].name].num_pages_for(len(request.prompt)) if candidates else 0
-        choice = choose_decoder(candidates, request.prompt, num_pages)
+        choice = choose_decoder(candidates, request.prompt)
         owner = self._peers.owner(choice.name) if choice else None
         if choice is None or owner is None:
             raise NoPath("no decode replica is reachable")

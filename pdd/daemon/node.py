@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import structlog
 
 from pdd.base.clock import Clock
-from pdd.base.errors import BadRequest, NoPath, PddError
+from pdd.base.errors import BadRequest, FabricError, NoPath, PddError
 from pdd.base.ids import Incarnation, NodeName, ReplicaName, RequestId
 from pdd.daemon.decode import DecodeSide
 from pdd.daemon.frontend import Frontend
@@ -190,8 +190,13 @@ class Node:
                     peer.refused[info.name] = reason
                     log.error("replicas do not fit", ours=replica.name, theirs=info.name, reason=reason)
                 elif replica.role is Role.DECODE:
-                    self.peers.seen_roles.add(info.role)
-                    self._grant(peer, replica)
+                    try:
+                        self._grant(peer, replica)
+                    except FabricError as error:  # theirs is refused until the next announcement; the link stays
+                        peer.refused[info.name] = f"{replica.name} cannot grant it memory: {error}"
+                        log.error("no grant", ours=replica.name, theirs=info.name, error=str(error))
+                    else:
+                        self.peers.seen_roles.add(info.role)
 
     def _grant(self, peer: Peer, replica: ReplicaSet) -> None:
         for grant in replica.messenger.grants(peer.incarnation, replica.name):

@@ -79,6 +79,7 @@ def _candidate(info: ReplicaInfo, load: ReplicaLoad | None) -> Candidate:
     return Candidate(
         name=info.name,
         num_tokens=info.shape.layout.num_pages * info.shape.layout.page_tokens,
+        page_tokens=info.shape.layout.page_tokens,
         free_pages=load.free_pages if load else info.shape.layout.num_pages,
         num_queued=load.num_queued if load else 0,
         num_running=load.num_running if load else 0,

@@ -7,6 +7,7 @@ step of all, and a set without work takes part with an empty one.
 from __future__ import annotations
 
 import asyncio
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,8 @@ from pdd.transfer.group import MessengerGroup
 from pdd.transfer.messenger import Messenger
 
 log = structlog.get_logger(__name__)
+
+_AFTERMATH_S = 0.2
 
 
 class Replica:
@@ -105,20 +108,27 @@ class Replica:
     async def run(self) -> PddError:
         """Steps for as long as all executors live; returns why it ended."""
         together = [self.sets] if self._parallel.ep > 1 else [[one] for one in self.sets]
-        ways = [asyncio.create_task(self._turn_for_ever(sets)) for sets in together]
-        ways += [asyncio.create_task(_exit_of(rank.handle)) for rank in self._ranks]
-        ways += [asyncio.create_task(_breakage_of(one)) for one in self.sets]
+        exits = [asyncio.create_task(_exit_of(rank.handle)) for rank in self._ranks]
+        ways = [
+            *exits,
+            *(asyncio.create_task(_breakage_of(one)) for one in self.sets),
+            *(asyncio.create_task(self._turn_for_ever(sets)) for sets in together),
+        ]
         try:
-            done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            error = next(task for task in ways if task in done).result()
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            # A rank that dies takes the others along: a moment later it is known which of them was killed.
+            await asyncio.wait(exits, timeout=_AFTERMATH_S)
+            killed = (task for rank, task in zip(self._ranks, exits, strict=True) if rank.handle.killed and task.done())
+            error = next(killed, None) or next(task for task in ways if task.done())
         finally:
             for task in ways:
                 task.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-        log.error("replica failed", replica=self.name, error=str(error))
+        cause = error.result()
+        log.error("replica failed", replica=self.name, error=str(cause))
         for one in self.sets:
-            one.fail(error)
-        return error
+            one.fail(cause)
+        return cause
 
     async def stop(self) -> None:
         """Closes the ports before the memory that they may write to. Idempotent."""
@@ -185,23 +195,33 @@ async def _start_ranks(name: ReplicaName, config: ReplicaConfig, model: PackedMo
 
 
 def _open_fabric(one: ReplicaSet, ranks: list[Rank], fabric: Fabric, hosts: tuple[tuple[str, ...], ...]) -> None:
-    """A port for each NIC of each rank. All of them wait for the lead rank's layers: it counts for the whole set."""
+    """A port for each NIC of each rank. Raises PddError, with none of them left open."""
     ports: list[LibfabricPort] = []
-    messengers = []
-    counter, wakes = ranks[0].counter, ranks[0].wakes
-    for rank, nics in zip(ranks, hosts, strict=True):
-        for host in nics:
-            port = LibfabricPort.open(fabric.provider, host, fabric.spin_us)
-            watch = None
-            if one.role is Role.PREFILL and counter is not None:
-                watch = port.watch(counter.address, wakes[len(ports)].fd)
-            messengers.append(Messenger(port, rank.layout, rank.arena.address, watch))
-            ports.append(port)
-    one.gigabytes_per_s = measure(ports[0])
-    one.open_fabric(ports, MessengerGroup(one.shape, messengers))
+    try:
+        for host in chain.from_iterable(hosts):
+            ports.append(LibfabricPort.open(fabric.provider, host, fabric.spin_us))  # noqa: PERF401
+        one.gigabytes_per_s = measure(ports[0])
+        one.open_fabric(ports, MessengerGroup(one.shape, _messengers(one, ranks, ports)))
+    except PddError:
+        for port in ports:
+            port.close()
+        raise
     info = ports[0].info
     log.info("fabric up", replica=one.name, ports=len(ports), provider=info.provider, libfabric=info.library_version,
              gigabytes_per_s=one.gigabytes_per_s, fences=info.fences)  # fmt: skip
+
+
+def _messengers(one: ReplicaSet, ranks: list[Rank], ports: list[LibfabricPort]) -> list[Messenger]:
+    """One for each port. All of a prefiller wait for the lead rank's layers: it counts for the whole set."""
+    counter, wakes = ranks[0].counter, ranks[0].wakes
+    messengers = []
+    for number, port in enumerate(ports):
+        rank = ranks[number * len(ranks) // len(ports)]
+        watch = None
+        if one.role is Role.PREFILL and counter is not None:
+            watch = port.watch(counter.address, wakes[number].fd)
+        messengers.append(Messenger(port, rank.layout, rank.arena.address, watch))
+    return messengers
 
 
 async def _exit_of(handle: ExecutorHandle) -> PddError:

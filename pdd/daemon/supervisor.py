@@ -35,10 +35,17 @@ class Supervisor:
 
     async def start(self) -> None:
         """Raises PddError when the replica cannot start."""
-        replica = self._replica = await self._make()
+        replica = await self._make()
+        try:
+            for one in replica.sets:
+                self._node.add_set(one)
+        except PddError:
+            for one in replica.sets:
+                self._node.remove_set(one)
+            await replica.stop()
+            raise
         self._node.down.pop(self._name, None)
-        for one in replica.sets:
-            self._node.add_set(one)
+        self._replica = replica
 
     async def run(self) -> None:
         """Until it is cancelled: after `start`, and again after each failure."""

@@ -74,6 +74,11 @@ class ExecutorHandle:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def killed(self) -> bool:
+        """Whether a signal ended it."""
+        return (self._process.returncode or 0) < 0
+
     async def step(self, step: Step) -> StepDone:
         """Runs one step. Raises ReplicaFailed when the executor died or reports that it cannot go on."""
         try:

@@ -139,7 +139,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """For each rank its NIC, or the list of NICs that it uses in parallel: names of network interfaces, or IPv4
     addresses of theirs. auto: each rank has one port, on the node's `host`."""
     page_tokens: Positive = 16
-    """Tokens of KV in a page: a power of two up to 256, the same for prefill and decode replicas."""
+    """Tokens of KV in a page: a power of two up to 256. Prefill and decode replicas may differ."""
     kv_bytes: Bytes = 256 * 1024 * 1024
     """KV memory of each rank."""
     chunk_tokens: Positive = 256

@@ -10,6 +10,7 @@ def candidate(name: str, **fields: int) -> Candidate:
     known = {
         "num_tokens": 4096,
         "free_pages": 100,
+        "page_tokens": 1,
         "num_queued": 0,
         "num_running": 0,
         "queued_tokens": 0,
@@ -19,20 +20,28 @@ def candidate(name: str, **fields: int) -> Candidate:
 
 
 def test_nobody_is_chosen_from_nobody() -> None:
-    assert choose_decoder([], [1], 1) is None
+    assert choose_decoder([], [1]) is None
     assert choose_prefiller([], [1]) is None
 
 
 def test_a_decoder_with_room_is_preferred_to_an_idle_one_without() -> None:
     full, busy = candidate("full/0", free_pages=2), candidate("busy/0", num_running=7)
-    choice = choose_decoder([full, busy], [1, 2, 3], num_pages=3)
+    choice = choose_decoder([full, busy], [1, 2, 3])
     assert choice is not None
     assert choice.name == "busy/0"
 
 
+def test_room_is_counted_in_tokens_where_page_sizes_differ() -> None:
+    small = candidate("small/0", free_pages=20, page_tokens=1)
+    large = candidate("large/0", free_pages=10, page_tokens=256, num_running=4)
+    choice = choose_decoder([small, large], range(100))
+    assert choice is not None
+    assert choice.name == "large/0"
+
+
 def test_load_is_relative_to_what_a_decoder_can_run() -> None:
     large, small = candidate("large/0", num_running=8, max_sequences=32), candidate("small/0", num_running=4)
-    choice = choose_decoder([large, small], [1], num_pages=1)
+    choice = choose_decoder([large, small], [1])
     assert choice is not None
     assert choice.name == "large/0"
 
