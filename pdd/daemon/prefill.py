@@ -148,6 +148,7 @@ class PrefillSide(Side[PrefillJob]):
         if job.lease is not None:
             job.lease.cancel()
         self._replica.messenger.stop(job.id)
+        self._replica.poll()  # a job that had not begun is over with that: the same request may come again at once
         self._replica.retire(job.id)
 
     # What the replica's steps and writes bring.
