@@ -81,6 +81,7 @@ def _decode_moves() -> dict[tuple[State, type[e.Event]], Move]:
         (_D.DECODING, e.PrefillDone): Move(_D.DECODING),
         (_D.READY, e.Scheduled): Move(_D.DECODING),
         (_D.DECODING, e.Preempted): Move(_D.READY),
+        (_D.READY, e.Preempted): Move(_D.READY),  # the youngest may lose its pages before its first step
         (_D.DECODING, e.Finished): Move(_D.FINISHED, (Effect.RELEASE,)),
         (_D.READY, e.Finished): Move(_D.FINISHED, (Effect.RELEASE,)),
         (_D.DRAINING, e.PrefillerAccepted): Move(_D.DRAINING),

@@ -29,6 +29,8 @@ from pdd.topology.model import Model as ModelConfig
 
 LEASE_S = 10.0
 MAX_ACTIONS = 2_000
+_GRAVE = frozenset({"kill", "executors", "give", "break", "drain"})
+"""Faults after which little is left to go wrong."""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,7 +108,9 @@ class RandomRun:
                 raise Violation(f"nothing went wrong, yet {unserved}")
 
     def _over(self) -> bool:
-        return self._num_submitted >= self._num_requests and all(it.end for it in self.cluster.clients) and not any(
+        given_up = len(self.cluster.trace) > MAX_ACTIONS // 2 and self._front not in self.cluster.daemons
+        submitted = self._num_submitted >= self._num_requests or given_up
+        return submitted and all(it.end for it in self.cluster.clients) and not any(
             True for daemon in self.cluster.daemons.values() for _ in daemon.node.running()
         )
 
@@ -144,13 +148,14 @@ class RandomRun:
 
     def _fault_rates(self) -> dict[str, float]:
         """By the first word of a fault; those that are absent do not happen."""
-        kinds = ("leave", "stop", "operator", "timer", "cut", "kill", "start", "executors", "give", "hold",
-                 "release", "drop", "drain", "resume", "break")  # fmt: skip
+        kinds = ("leave", "stop", "operator", "timer", "cut", "kill", "executors", "give", "hold", "drop", "drain", "break")
         if self.random.random() < 0.15:
             return {}
         share = self.random.choice((0.15, 0.4, 0.8))
         rates = {kind: 10 ** self.random.uniform(-3, -1) for kind in kinds if self.random.random() < share}
-        return rates | {kind: 0.3 for kind in ("start", "release", "resume")}
+        for kind in _GRAVE & rates.keys():
+            rates[kind] /= 10
+        return rates | dict.fromkeys(("start", "release", "resume"), 1.0)
 
     # What clients and the world do.
 
@@ -164,10 +169,13 @@ class RandomRun:
 
     def _steps_of_clients(self) -> Iterator[Action]:
         front = self.cluster.daemons.get(self._front)
-        if front is not None and self._num_submitted < self._num_requests:
+        if front is not None and self._num_submitted < self._num_requests and self._is_served(front):
             yield Action("client: submit", self._submit)
         for daemon in self.cluster.daemons.values():
             yield Action(f"{daemon.name}: beat", daemon.beat, daemon)
+
+    def _is_served(self, front: Daemon) -> bool:
+        return bool(front.node.peers.candidates(frozenset({Role.DECODE.value}))) or self.random.random() < 0.01
 
     def _submit(self) -> None:
         rng = self.random
