@@ -91,14 +91,19 @@ class SimulatedSet:
             name, config, _PACKED, shape, max_sequence_tokens=max_sequence_tokens(topology),
             max_queue=topology.limits.max_queue, clock=LoopClock(loop), work=self._work,
         )  # fmt: skip
-        self.ports = [
-            WatchedPort.open(fabric, memory, self.set.pool, by_key, complain) for memory in self.ranks.memories
-        ]
-        messengers = []
-        for port, memory in zip(self.ports, self.ranks.memories, strict=True):
-            watch = port.watch(self.ranks.counter_address, -1) if config.role is Role.PREFILL else None
-            messengers.append(Messenger(port, shape.layout, memory.address, watch))
-        self.set.open_fabric(cast("list[LibfabricPort]", self.ports), MessengerGroup(shape, messengers))
+        self.ports: list[WatchedPort] = []
+        if config.role is not Role.COLOCATED:
+            self._open_fabric(config, fabric, by_key)
+
+    def _open_fabric(self, config: ReplicaConfig, fabric: LoopbackFabric, by_key: dict[int, WatchedPort]) -> None:
+        one, messengers = self.set, []
+        for memory in self.ranks.memories:
+            for _ in range(config.num_nics):
+                port = WatchedPort.open(fabric, memory, one.pool, by_key, self._complain)
+                watch = port.watch(self.ranks.counter_address, -1) if config.role is Role.PREFILL else None
+                messengers.append(Messenger(port, one.layout, memory.address, watch))
+                self.ports.append(port)
+        one.open_fabric(cast("list[LibfabricPort]", self.ports), MessengerGroup(one.shape, messengers))
 
     @property
     def computing(self) -> bool:
@@ -140,7 +145,7 @@ class SimulatedSet:
 
     def remains(self) -> list[str]:
         """What is still held when every request has ended."""
-        one, messenger = self.set, self.set.messenger
+        one, messenger = self.set, self.set._messenger
         held: dict[str, object] = {
             "owned pages": one.pool.num_owned,
             "quarantined pages": one.pool.num_quarantined,
@@ -148,8 +153,8 @@ class SimulatedSet:
             "in line": one.admission.num_waiting,
             "scheduled": one.scheduler.num_running + one.scheduler.num_preempted,
             "leaving": len(one._leaving),
-            "inbound": list(messenger._inbound),
-            "outbound": list(messenger._outbound),
+            "inbound": list(messenger._inbound) if messenger else [],
+            "outbound": list(messenger._outbound) if messenger else [],
             "known to executors": self.ranks.num_sequences,
         }
         return [f"{one.name}: {what}: {number}" for what, number in held.items() if number]
@@ -249,7 +254,7 @@ class Daemon:
         self._make_set = lambda replica: SimulatedSet(
             replica, configs[replica], topology, self.loop, fabric, by_key, observer.complain
         )
-        self.links = SimulatedLinks(name, incarnation)
+        self.links = SimulatedLinks(name, incarnation, topology.nodes.keys() - {name})
         self.clients: list[Client] = []
         self.going_down = False
         """Only its links still answer."""

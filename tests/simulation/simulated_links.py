@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Literal
 
 from pdd.base.ids import Incarnation, NodeName
@@ -80,9 +80,10 @@ class End:
 class SimulatedLinks:
     """Stands for wire.links.Links in one life of a daemon."""
 
-    def __init__(self, node: NodeName, incarnation: Incarnation) -> None:
+    def __init__(self, node: NodeName, incarnation: Incarnation, others: Collection[NodeName]) -> None:
         self.node = node
         self.incarnation = incarnation
+        self._others = others
         self.user: LinkUser
         self.ends: list[End] = []
         """Those that are not down."""
@@ -126,14 +127,20 @@ class SimulatedLinks:
     # What a node calls.
 
     def send(self, peer: NodeName, message: Message) -> bool:
-        end = self.up.get(peer)
+        end = self._up(peer)
         return end is not None and end.send(message)
 
     def cut(self, peer: NodeName, reason: str) -> None:
-        end = self.up.get(peer)
+        end = self._up(peer)
         if end is not None:
             end.close("ending", reason)
             self.lost(end)
+
+    def _up(self, peer: NodeName) -> End | None:
+        """As the real links do, raises KeyError for a node that is none of them."""
+        if peer not in self._others:
+            raise KeyError(peer)
+        return self.up.get(peer)
 
     def rows(self) -> Iterator[PeerRow]:
         return iter(())

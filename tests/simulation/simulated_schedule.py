@@ -40,6 +40,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int = 8
     max_sequences: int = 3
     prefix_cache: bool = True
+    num_nics: int = 1
 
 
 def replica(role: Role, shape: Shape) -> Replica:
@@ -52,16 +53,16 @@ def replica(role: Role, shape: Shape) -> Replica:
         chunk_tokens=shape.chunk_tokens,
         max_sequences=shape.max_sequences,
         prefix_cache=shape.prefix_cache,
+        nics=tuple(tuple(f"nic{number}" for number in range(shape.num_nics)) for _ in range(shape.tp)),
     )
 
 
 def topology(
-    nodes: dict[str, Replica | None], *, handoff: Handoff | None = None, max_queue: int = 8
+    nodes: dict[str, tuple[Replica, ...]], *, handoff: Handoff | None = None, max_queue: int = 8
 ) -> Topology:
-    """A node without a replica has HTTP, as has the first decoder where there is none."""
-    front = next((name for name, it in nodes.items() if it is None), None)
-    front = front or next(name for name, it in nodes.items() if it is not None and it.role is Role.DECODE)
-    http = Http(port=1)
+    """HTTP is on a node without replicas, where there is one, else on the first that decodes."""
+    front = next((name for name, it in nodes.items() if not it), None)
+    front = front or next(name for name, it in nodes.items() if any(one.role is not Role.PREFILL for one in it))
     return Topology(
         version=1,
         cluster=ClusterConfig(key_file=Path("/nonexistent")),
@@ -69,7 +70,7 @@ def topology(
         handoff=handoff or Handoff(local_prefill_tokens=2, lease_s=LEASE_S),
         limits=Limits(max_queue=max_queue),
         nodes={
-            NodeName(name): Node(control_port=1, http=http if name == front else None, replicas=(it,) if it else ())
+            NodeName(name): Node(control_port=1, http=Http(port=1) if name == front else None, replicas=it)
             for name, it in nodes.items()
         },
     )
@@ -118,24 +119,15 @@ class RandomRun:
 
     def _topology(self) -> Topology:
         rng = self.random
-        names = ["decode0", "prefill0"] + ["decode1"] * rng.choice((0, 0, 1)) + ["prefill1"] * rng.choice((0, 1))
-        pages = {"decode": rng.choice((2, 4, 4)), "prefill": rng.choice((2, 4, 4))}
-        nodes: dict[str, Replica | None] = {}
-        for name in names:
-            role = name[:-1]
-            nodes[name] = replica(
-                Role(role),
-                Shape(
-                    tp=rng.choice((1, 1, 2)),
-                    page_tokens=pages[role],
-                    num_pages=rng.choice((32, 48, 80)) // pages[role],
-                    chunk_tokens=rng.choice((4, 8, 32)),
-                    max_sequences=rng.choice((1, 2, 3, 6)),
-                    prefix_cache=rng.random() < 0.6,
-                ),
-            )
+        page_tokens = {role: rng.choice((2, 4, 4)) for role in Role}
+        nodes: dict[str, tuple[Replica, ...]] = {"a": (self._replica(Role.DECODE, page_tokens),)}
+        if rng.random() < 0.2:  # a node that is its own peer
+            nodes["a"] += (self._replica(Role.PREFILL, page_tokens),)
+        for name, roles in (("b", [Role.PREFILL]), ("c", [Role.PREFILL, Role.DECODE, Role.DECODE, Role.COLOCATED])):
+            if name == "b" or rng.random() < 0.5:
+                nodes[name] = (self._replica(rng.choice(roles), page_tokens),)
         if rng.random() < 0.4:
-            nodes["front"] = None
+            nodes["front"] = ()
         order = list(nodes)
         rng.shuffle(order)
         handoff = Handoff(
@@ -144,7 +136,21 @@ class RandomRun:
             retries=rng.choice((0, 1, 1, 3)),
             on_failure=rng.choice(list(OnHandoffFailure)),
         )
-        return topology({name: nodes[name] for name in order}, handoff=handoff, max_queue=8 if self.calm else rng.choice((0, 2, 8)))
+        max_queue = 8 if self.calm else rng.choice((0, 2, 8))
+        return topology({name: nodes[name] for name in order}, handoff=handoff, max_queue=max_queue)
+
+    def _replica(self, role: Role, page_tokens: dict[Role, int]) -> Replica:
+        rng = self.random
+        shape = Shape(
+            tp=rng.choice((1, 1, 2)),
+            page_tokens=page_tokens[role],
+            num_pages=rng.choice((32, 48, 80)) // page_tokens[role],
+            chunk_tokens=rng.choice((4, 8, 32)),
+            max_sequences=rng.choice((1, 2, 3, 6)),
+            prefix_cache=rng.random() < 0.6,
+            num_nics=rng.choice((1, 1, 1, 2)),
+        )
+        return replica(role, shape)
 
     def _fault_rates(self) -> dict[str, float]:
         """By the first word of a fault; those that are absent do not happen."""
