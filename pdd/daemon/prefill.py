@@ -102,6 +102,8 @@ class PrefillSide(Side[PrefillJob]):
 
     def _accept(self, job: PrefillJob) -> None:
         """Raises PddError when the ticket does not fit what we know of its sender."""
+        if self._replica.admission.is_admitted(job.id):
+            raise BadTicket(f"the step that runs still uses the pages of an earlier ticket of request {job.id}")
         peer = self.control.peers.get(job.node)
         info = peer.replicas.get(job.ticket.target_replica) if peer else None
         if info is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from unittest import mock
 
@@ -51,6 +51,7 @@ class Cluster(Observer):
         self.fabric = LoopbackFabric(seed)
         self.trace: list[str] = []
         self.clients: list[Client] = []
+        self.tickets: list[wire.PrefillRequest] = []
         self.daemons: dict[NodeName, Daemon] = {}
         self._num_lives = dict.fromkeys(topology.nodes, 0)
         self._by_key: dict[int, WatchedPort] = {}
@@ -171,7 +172,7 @@ class Cluster(Observer):
             raise
         except Exception as error:
             raise Violation(f"{action.label}: {type(error).__name__}: {error}") from error
-        self.check()
+        self.check([action.daemon] if action.daemon else [])
 
     def settle(self, *held: str) -> None:
         """Does what can be done until nothing is left, except for what is named by a part of its label."""
@@ -182,9 +183,31 @@ class Cluster(Observer):
             self.do(self.random.choice(possible))
         raise Violation("it never settles")
 
-    def step(self, label: str) -> None:
+    def step(self, label: str, among: Iterable[Action] | None = None) -> None:
         """Does one action, given by its label."""
-        self.do(next(it for it in self.actions() if it.label == label))
+        possible = list(among if among is not None else self.actions())
+        action = next((it for it in possible if it.label == label), None)
+        assert action is not None, f"{label} is none of {[it.label for it in possible]}"
+        self.do(action)
+
+    def call(self, node: str, what: Callable[[Daemon], object]) -> None:
+        """Does something to a daemon that is nobody's action."""
+        daemon = self.daemons[NodeName(node)]
+        self.do(Action(f"{node}: call", lambda: what(daemon), daemon))
+
+    def cancel(self, node: str, request: str) -> None:
+        """By an operator of that node."""
+        self.call(node, lambda daemon: daemon.node.cancel(RequestId(request), "by an operator"))
+
+    def states(self, node: str, request: str) -> list[str]:
+        """What a request has been through on a node, whether it runs or has ended: its present life, or the last."""
+        daemon = self.daemons[NodeName(node)].node
+        story, *_ = daemon.stories.find(daemon.running(), request, 0.0)
+        return [line.state for line in story.lines]
+
+    def pass_time(self, node: str, callback: str) -> None:
+        """Until the next timer of a daemon, which must be that one."""
+        self.step(f"{node}: timer {callback}", self.timers())
 
     def finish(self) -> None:
         """Heals the network, lets everything come to its end, and looks at what is left."""
@@ -227,15 +250,19 @@ class Cluster(Observer):
             self._ended.add(output.request)
 
     def ticket_sent(self, node: NodeName, ticket: wire.PrefillRequest) -> None:
+        self.tickets.append(ticket)
         one = next(it for it in self.daemons[node].sets if it.set.name == ticket.target_replica)
         for port, immediate in zip(one.ports, ticket.immediates, strict=True):
             port.tickets[immediate] = ticket
 
-    def check(self) -> None:
-        problems = self._problems + [it for daemon in self.daemons.values() for it in daemon.problems()]
+    def check(self, changed: Iterable[Daemon]) -> None:
+        """What the fabric does is watched by the ports; the rest is seen in the daemon that has done something."""
+        problems = self._problems + [it for daemon in changed for it in daemon.problems()]
         problems += [str(entry) for entry in self._log if entry["log_level"] == "error"]
         self._log.clear()
         for client in self.clients:
+            if client.daemon not in changed:
+                continue
             expected = self._expected(client.request)
             if tuple(client.tokens) != expected[: len(client.tokens)]:
                 problems.append(f"{client.request.id} has {client.tokens}, not {expected}")
@@ -243,6 +270,7 @@ class Cluster(Observer):
             raise Violation("\n".join(problems))
 
     def _check_end(self) -> None:
+        self.check(self.daemons.values())
         remains = [what for daemon in self.daemons.values() for what in daemon.remains()]
         remains += [f"{client.request.id} waits for ever" for client in self.clients if client.end is None]
         remains += [f"{client.request.id} is not whole: {client.tokens}" for client in self.clients
