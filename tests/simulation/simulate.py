@@ -47,7 +47,10 @@ def main(arguments: list[str]) -> int:
             if end - first == 1:
                 print("\n".join(run.cluster.trace))
     took_s = time.monotonic() - start_s
-    print(f"{end - first} seeds, {len(failed)} failed {failed[:50]}; {num_actions} actions in {took_s:.1f} s; {dict(ends)}")
+    print(
+        f"{end - first} seeds, {len(failed)} failed {failed[:50]}; {num_actions} actions in {took_s:.1f} s; "
+        f"{dict(ends)}"
+    )
     return bool(failed)
 
 

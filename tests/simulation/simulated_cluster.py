@@ -1,4 +1,4 @@
-"""Daemons, links and fabric as one machine that moves by one action at a time, and what must hold after each of them."""
+"""Daemons, links and fabric as one machine that moves one action at a time, and what must hold after each of them."""
 
 from __future__ import annotations
 
@@ -86,12 +86,22 @@ class Cluster(Observer):
         self.daemons[name].exit()
         self.kill(name)
 
-    def submit(self, node: str, prompt: list[int], request: str, **sampling: object) -> Client:
-        timeout_s = sampling.pop("timeout_s", 10 * NEVER_S)
+    def submit(
+        self,
+        node: str,
+        prompt: list[int],
+        request: str,
+        *,
+        max_tokens: int = 3,
+        stop_token_ids: tuple[int, ...] = (),
+        timeout_s: float = 10 * NEVER_S,
+    ) -> Client:
         generate = GenerateRequest(
-            id=RequestId(request), prompt=tuple(prompt),
-            sampling=SamplingParams(**{"max_tokens": 3} | sampling), timeout_s=timeout_s,
-        )  # type: ignore[arg-type]  # fmt: skip
+            id=RequestId(request),
+            prompt=tuple(prompt),
+            sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids),
+            timeout_s=timeout_s,
+        )
         daemon = self.daemons[NodeName(node)]
         self.do(Action(f"{node}: submit {request}", lambda: self.clients.append(daemon.submit(generate)), daemon))
         return self.clients[-1]

@@ -26,8 +26,8 @@ from pdd.fabric.loopback import LoopbackFabric
 from pdd.lifecycle.request import GenerateRequest, TokenOutput
 from pdd.memory.layout import KvLayout
 from pdd.memory.shape import KvShape
-from pdd.topology.model import Role, Topology
 from pdd.topology.model import Replica as ReplicaConfig
+from pdd.topology.model import Role, Topology
 from pdd.transfer.group import MessengerGroup
 from pdd.transfer.messenger import Messenger
 from pdd.wire import messages as wire
@@ -233,9 +233,8 @@ class Client:
 
     def _close(self, end: str) -> None:
         self.end = end
-        with self.daemon.loop.running():
-            with suppress(asyncio.CancelledError):
-                self._next.throw(asyncio.CancelledError())
+        with self.daemon.loop.running(), suppress(asyncio.CancelledError):
+            self._next.throw(asyncio.CancelledError())
 
 
 class Daemon:
@@ -251,9 +250,11 @@ class Daemon:
         self.name = name
         self.loop = ManualLoop()
         configs = topology.replicas(name)
-        self._make_set = lambda replica: SimulatedSet(
-            replica, configs[replica], topology, self.loop, fabric, by_key, observer.complain
-        )
+
+        def make_set(replica: ReplicaName) -> SimulatedSet:
+            return SimulatedSet(replica, configs[replica], topology, self.loop, fabric, by_key, observer.complain)
+
+        self._make_set = make_set
         self.links = SimulatedLinks(name, incarnation, topology.nodes.keys() - {name})
         self.clients: list[Client] = []
         self.going_down = False
@@ -362,6 +363,4 @@ def _shape(config: ReplicaConfig) -> KvShape:
         page_tokens=config.page_tokens, dtype="float32", num_pages=0,
     )  # fmt: skip
     num_pages = config.kv_bytes // (layout.num_layers * layout.page_bytes)
-    return KvShape(
-        tp=tp, num_kv_heads=MODEL.num_kv_heads, layout=msgspec.structs.replace(layout, num_pages=num_pages)
-    )
+    return KvShape(tp=tp, num_kv_heads=MODEL.num_kv_heads, layout=msgspec.structs.replace(layout, num_pages=num_pages))

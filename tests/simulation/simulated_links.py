@@ -1,7 +1,7 @@
 """Links between simulated daemons: frames wait until the simulation delivers them, in order within a direction.
 
-The ends of a connection live apart, as over TCP: one is up before the other; one closes, and the other hears of it after
-what it was still sent, or a part of that.
+The ends of a connection live apart, as over TCP: one is up before the other; one closes, and the other hears of it
+after what it was still sent, or a part of that.
 
     opening --> up --> ending --> down          ending: closed by this side, which has yet to be told
                  `---------------/

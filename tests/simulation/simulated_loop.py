@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
-from typing import Any
+from typing import Any, cast
 
 
-class ManualLoop(asyncio.AbstractEventLoop):
-    """As much of an event loop as a daemon's node uses. One for each life of a daemon: when it dies, so do its timers."""
+class ManualLoop:
+    """As much of an event loop as a daemon's node uses. One for each life of a daemon: its timers die with it."""
 
     def __init__(self) -> None:
+        self._loop = cast("asyncio.AbstractEventLoop", self)
         self.soon: deque[asyncio.Handle] = deque()
         self.readers: dict[int, asyncio.Handle] = {}
         self._now_s = 0.0
@@ -23,7 +24,7 @@ class ManualLoop(asyncio.AbstractEventLoop):
     @contextmanager
     def running(self) -> Iterator[None]:
         before = asyncio._get_running_loop()
-        asyncio._set_running_loop(self)
+        asyncio._set_running_loop(self._loop)
         try:
             yield
         finally:
@@ -66,10 +67,8 @@ class ManualLoop(asyncio.AbstractEventLoop):
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         self._error = context["exception"]
 
-    def call_soon(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
-        self.soon.append(asyncio.Handle(callback, args, self, context))
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
+        self.soon.append(asyncio.Handle(callback, args, self._loop, context))
         return self.soon[-1]
 
     def call_later(
@@ -80,7 +79,7 @@ class ManualLoop(asyncio.AbstractEventLoop):
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer = asyncio.TimerHandle(when, callback, args, self._loop, context)
         self._timers.append(timer)
         return timer
 
@@ -88,10 +87,10 @@ class ManualLoop(asyncio.AbstractEventLoop):
         """asyncio tells its loops."""
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:
-        self.readers[fd] = asyncio.Handle(callback, args, self, None)
+        self.readers[fd] = asyncio.Handle(callback, args, self._loop, None)
 
     def remove_reader(self, fd: Any) -> bool:
         return self.readers.pop(fd, None) is not None
 
     def create_future(self) -> asyncio.Future[Any]:
-        return asyncio.Future(loop=self)
+        return asyncio.Future(loop=self._loop)

@@ -17,7 +17,8 @@ Complain = Callable[[str], None]
 
 
 class WatchedPort(LoopbackPort):
-    """Each byte is read from a page that its request owns, and placed in one that its ticket names and nobody else has."""
+    """Each byte is read from a page that its request owns, and placed in one that its ticket names and that nobody else
+    has."""
 
     memory: Memory
     pool: PagePool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from simulated_daemon import Client, Daemon
 from simulated_ranks import MODEL
 
 from pdd.base.ids import NodeName, RequestId
+from pdd.fabric.loopback_port import LoopbackPort
+from pdd.topology.model import Cluster as ClusterConfig
 from pdd.topology.model import (
     Handoff,
     Http,
@@ -24,13 +26,13 @@ from pdd.topology.model import (
     Role,
     Topology,
 )
-from pdd.topology.model import Cluster as ClusterConfig
 from pdd.topology.model import Model as ModelConfig
 
 LEASE_S = 10.0
 MAX_ACTIONS = 2_000
-_GRAVE = frozenset({"kill", "executors", "give", "break", "drain"})
-"""Faults after which little is left to go wrong."""
+_LIGHT = ("leave", "stop", "operator", "timer", "cut", "hold")
+_GRAVE = ("drop", "kill", "executors", "give", "break", "drain")
+"""Faults after which little is left that could go wrong."""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,9 +59,7 @@ def replica(role: Role, shape: Shape) -> Replica:
     )
 
 
-def topology(
-    nodes: dict[str, tuple[Replica, ...]], *, handoff: Handoff | None = None, max_queue: int = 8
-) -> Topology:
+def topology(nodes: Mapping[str, tuple[Replica, ...]], handoff: Handoff | None = None, max_queue: int = 8) -> Topology:
     """HTTP is on a node without replicas, where there is one, else on the first that decodes."""
     front = next((name for name, it in nodes.items() if not it), None)
     front = front or next(name for name, it in nodes.items() if any(one.role is not Role.PREFILL for one in it))
@@ -83,7 +83,7 @@ class RandomRun:
         self._rates = self._fault_rates()
         self.cluster = Cluster(self._topology(), seed)
         self._front = next(name for name, it in self.cluster.topology.nodes.items() if it.http)
-        self._num_requests = self.random.randint(1, 7)
+        self._num_requests = self.random.randint(2, 8)
         self._num_submitted = 0
         self._speeds: dict[str, float] = {}
         self._stems = [[self.random.randrange(MODEL.vocab_size) for _ in range(24)] for _ in range(2)]
@@ -111,8 +111,10 @@ class RandomRun:
     def _over(self) -> bool:
         given_up = len(self.cluster.trace) > MAX_ACTIONS // 2 and self._front not in self.cluster.daemons
         submitted = self._num_submitted >= self._num_requests or given_up
-        return submitted and all(it.end for it in self.cluster.clients) and not any(
-            True for daemon in self.cluster.daemons.values() for _ in daemon.node.running()
+        return (
+            submitted
+            and all(it.end for it in self.cluster.clients)
+            and not any(True for daemon in self.cluster.daemons.values() for _ in daemon.node.running())
         )
 
     # The cluster.
@@ -134,9 +136,9 @@ class RandomRun:
             local_prefill_tokens=rng.choice((0, 2, 6)),
             lease_s=LEASE_S,
             retries=rng.choice((0, 1, 1, 3)),
-            on_failure=rng.choice(list(OnHandoffFailure)),
+            on_failure=rng.choice((*OnHandoffFailure, OnHandoffFailure.RECOMPUTE)),
         )
-        max_queue = 8 if self.calm else rng.choice((0, 2, 8))
+        max_queue = 10 if self.calm else rng.choice((0, 2, 8))
         return topology({name: nodes[name] for name in order}, handoff=handoff, max_queue=max_queue)
 
     def _replica(self, role: Role, page_tokens: dict[Role, int]) -> Replica:
@@ -153,14 +155,16 @@ class RandomRun:
         return replica(role, shape)
 
     def _fault_rates(self) -> dict[str, float]:
-        """By the first word of a fault; those that are absent do not happen."""
-        kinds = ("leave", "stop", "operator", "timer", "cut", "kill", "executors", "give", "hold", "drop", "drain", "break")
-        if self.random.random() < 0.15:
+        """By the first word of a fault; those that are absent do not happen. A few often tell more than many."""
+        rng = self.random
+        style = rng.random()
+        if style < 0.1:
             return {}
-        share = self.random.choice((0.15, 0.4, 0.8))
-        rates = {kind: 10 ** self.random.uniform(-3, -1) for kind in kinds if self.random.random() < share}
-        for kind in _GRAVE & rates.keys():
-            rates[kind] /= 10
+        if style < 0.6:
+            kinds = rng.sample(_LIGHT, rng.randint(1, 3))
+        else:
+            kinds = [kind for kind in (*_LIGHT, *_GRAVE) if rng.random() < 0.4]
+        rates = {kind: 10 ** rng.uniform(-2.5, -0.5) / (30 if kind in _GRAVE else 1) for kind in kinds}
         return rates | dict.fromkeys(("start", "release", "resume"), 1.0)
 
     # What clients and the world do.
@@ -188,13 +192,14 @@ class RandomRun:
         stem = rng.choice(self._stems)[: rng.randint(0, 16)]
         prompt = stem + [rng.randrange(MODEL.vocab_size) for _ in range(rng.randint(1, 10))]
         max_tokens = rng.randint(1, 6)
-        sampling: dict[str, object] = {"max_tokens": max_tokens}
-        if rng.random() < 0.2:
-            sampling["stop_token_ids"] = (rng.choice(expected(tuple(prompt), max_tokens)),)
-        if rng.random() < 0.2 and "timer" in self._rates:
-            sampling["timeout_s"] = rng.uniform(0.1, 3) * LEASE_S
+        stops = (rng.choice(expected(tuple(prompt), max_tokens)),) if rng.random() < 0.2 else ()
+        is_short = rng.random() < 0.2 and "timer" in self._rates
+        timeout_s = rng.uniform(0.1, 3) * LEASE_S if is_short else 10 * NEVER_S
         self._num_submitted += 1
-        self.cluster.submit(self._front, prompt, f"r{self._num_submitted}", **sampling)
+        request = f"r{self._num_submitted}"
+        self.cluster.submit(
+            self._front, prompt, request, max_tokens=max_tokens, stop_token_ids=stops, timeout_s=timeout_s
+        )
 
     # Faults.
 
@@ -244,14 +249,16 @@ class RandomRun:
         for daemon in self.cluster.daemons.values():
             for end in daemon.links.ends:
                 if end.state == "up":
-                    yield Action(f"cut: {daemon.name} from {end.peer.node}", partial(end.close, "ending", "cut"), daemon)
+                    yield Action(
+                        f"cut: {daemon.name} from {end.peer.node}", partial(end.close, "ending", "cut"), daemon
+                    )
 
     def _each(self, kind: str, fault: Callable[[Daemon], object]) -> Iterator[Action]:
         for daemon in self.cluster.daemons.values():
             if not daemon.going_down and daemon.node.draining == (kind == "resume"):
                 yield Action(f"{kind}: {daemon.name}", partial(fault, daemon), daemon)
 
-    def _each_port(self, kind: str, fault: Callable[[object], object]) -> Iterator[Action]:
+    def _each_port(self, kind: str, fault: Callable[[LoopbackPort], object]) -> Iterator[Action]:
         for daemon in self.cluster.daemons.values():
             for number, port in enumerate(daemon.ports):
                 if (port in self.cluster.fabric._held) == (kind == "release"):

@@ -11,7 +11,7 @@ from simulated_daemon import Daemon
 from simulated_schedule import Shape, replica, topology
 
 from pdd.base.errors import RemoteProtocolError
-from pdd.base.ids import NodeName, ReplicaName
+from pdd.base.ids import Immediate, NodeName, ReplicaName
 from pdd.topology.model import Handoff, OnHandoffFailure, Role
 from pdd.wire import messages as wire
 from pdd.wire.codec import Decoder, encode
@@ -371,11 +371,11 @@ def test_a_stale_message_changes_nothing(start: Start) -> None:
     cluster = start()
     cluster.submit("decode0", PROMPT, "r")
     cluster.settle("prefill0: compute")
-    immediate = cluster.tickets[0].immediates[0]
+    late_immediate = Immediate(cluster.tickets[0].immediates[0] + 128)
     incarnation = cluster.daemons[PREFILL].links.incarnation
     for late in (
-        wire.PrefillRejected(request=cluster.tickets[0].request, immediate=immediate + 128, code="", reason=""),
-        wire.PrefillStopped(request=cluster.tickets[0].request, immediate=immediate + 128, num_pieces=(0,), reason=""),
+        wire.PrefillRejected(request=cluster.tickets[0].request, immediate=late_immediate, code="", reason=""),
+        wire.PrefillStopped(request=cluster.tickets[0].request, immediate=late_immediate, num_pieces=(0,), reason=""),
     ):
         cluster.call("decode0", lambda daemon, late=late: daemon.node.message(PREFILL, incarnation, late))  # type: ignore[misc]
     assert answer(cluster) == "finished"

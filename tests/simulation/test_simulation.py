@@ -1,4 +1,4 @@
-"""Random simulations: each seed is one run of a whole cluster, with what goes wrong chosen by the seed. See simulate.py."""
+"""Random simulations: each seed is one run of a whole cluster, and chooses what goes wrong in it. See simulate.py."""
 
 from __future__ import annotations
 
