@@ -218,6 +218,8 @@ class Handoffs:
         if isinstance(event, transfer.Arrived):
             self._arrived(record, event)
         else:
+            if record.machine.state in _IN_FLIGHT:  # our own port broke: nobody had to fail before
+                self._failed(record, "a fabric port of this replica failed")
             self._control.metrics.handoffs.labels("fenced" if event.fenced else "drained").inc()
             self._side.feed(
                 record, e.Drained("the peer's key is closed" if event.fenced else "all posted writes counted")

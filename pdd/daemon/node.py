@@ -115,10 +115,7 @@ class Node:
     def link_down(self, peer: NodeName, incarnation: Incarnation, reason: str) -> None:
         self.peers.down(peer)
         self.metrics.peers_up.dec()
-        for decode in self._decode.values():
-            decode.peer_down(peer, incarnation, reason)
-        for prefill in self._prefill.values():
-            prefill.peer_down(peer, incarnation, reason)
+        self._end_handoffs(peer, incarnation, reason)
         self.frontend.peer_down(peer, reason)
         for request in [request for request, node in self._frontends.items() if node == peer]:
             self._cancel(peer, wire.Cancel(request=request, stopped=False))
@@ -161,7 +158,21 @@ class Node:
 
     def _fence(self, peer: NodeName, reason: str) -> None:
         log.warning("fencing peer", peer=peer, reason=reason)
-        self.links.cut(peer, reason)
+        if peer != self.name:
+            self.links.cut(peer, reason)
+            return
+        # To itself a node has no link that could be cut: what a cut would do to handoffs, and the hello that follows.
+        self.peers.down(peer)
+        self._end_handoffs(peer, self.incarnation, reason)
+        self.peers.up(peer, self.incarnation)
+        self.send(peer, self._announcement())
+
+    def _end_handoffs(self, peer: NodeName, incarnation: Incarnation, reason: str) -> None:
+        """All that is on the way to or from a peer, whose keys are closed by it."""
+        for decode in self._decode.values():
+            decode.peer_down(peer, incarnation, reason)
+        for prefill in self._prefill.values():
+            prefill.peer_down(peer, incarnation, reason)
 
     def end_all(self, error: PddError) -> None:
         """Every request here ends now; whoever waits for one is told why."""

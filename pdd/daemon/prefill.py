@@ -102,6 +102,8 @@ class PrefillSide(Side[PrefillJob]):
 
     def _accept(self, job: PrefillJob) -> None:
         """Raises PddError when the ticket does not fit what we know of its sender."""
+        if self._replica.admission.is_admitted(job.id):
+            raise BadTicket(f"the step that runs still uses the pages of an earlier ticket of request {job.id}")
         peer = self.control.peers.get(job.node)
         info = peer.replicas.get(job.ticket.target_replica) if peer else None
         if info is None:
@@ -148,6 +150,7 @@ class PrefillSide(Side[PrefillJob]):
         if job.lease is not None:
             job.lease.cancel()
         self._replica.messenger.stop(job.id)
+        self._replica.poll()  # a job that had not begun is over with that: the same request may come again at once
         self._replica.retire(job.id)
 
     # What the replica's steps and writes bring.

@@ -137,6 +137,7 @@ def _prefill_moves() -> dict[tuple[State, type[e.Event]], Move]:
     for state in (_P.RECEIVED, _P.ALLOCATED):
         moves[state, e.CancelAsked] = Move(_P.CANCELLED, _STOPPED)
         moves[state, e.Broken] = Move(_P.FAILED, _STOPPED)
+        moves[state, e.Stopped] = Move(_P.FAILED, _STOPPED)  # a fabric port broke
     for state in (_P.PREFILLING, _P.TRANSFERRING):
         moves[state, e.CancelAsked] = Move(_P.DRAINING, (Effect.STOP_WRITES,), goal=_P.CANCELLED)
         moves[state, e.Broken] = Move(_P.DRAINING, (Effect.STOP_WRITES,), goal=_P.FAILED)

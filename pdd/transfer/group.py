@@ -121,6 +121,8 @@ class MessengerGroup:
             raise InvariantBroken(
                 f"{request}: cannot arm it: armed already: {request in self._inbound}; misfits: {misfits or 'none'}"
             )
+        for port in self._ports:
+            port.require_port()
         blocks = lacking_blocks(source, self.shape, start_token, num_tokens)
         num_bytes = expected_bytes(source, self.shape, blocks, self.num_nics)
         num_pieces = [expected_pieces(source, self.shape, rank, blocks, self.num_nics) for rank in range(self.shape.tp)]

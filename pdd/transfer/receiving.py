@@ -143,7 +143,8 @@ class Receiving(Half):
             self.revoke(peer)
 
     def _drain_all(self) -> None:
-        """Nothing can arrive any more."""
+        """Nothing can arrive any more: the port is closed now, and with it every key."""
+        self._grants.clear()
         for target in [it for it in self._targets.values() if not it.arrived]:
             self._drained(target, fenced=True)
 

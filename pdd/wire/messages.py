@@ -11,6 +11,8 @@ A link first exchanges `Hello`, `Proof` and (when both fit) `Announce` (see link
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from pdd.base.ids import Immediate, Incarnation, NodeName, PageId, ReplicaName, RequestId
@@ -137,7 +139,7 @@ class PrefillRequest(Message, frozen=True):
     """The same pages on every target rank."""
     num_nics: int
     """Of each target rank."""
-    immediates: tuple[Immediate, ...]
+    immediates: Annotated[tuple[Immediate, ...], msgspec.Meta(min_length=1)]
     """For each NIC of each target rank (rank by rank) the count that it has armed; the first names the handoff in every
     other message."""
     lease_s: float

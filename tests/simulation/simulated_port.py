@@ -1,0 +1,82 @@
+"""A port of the simulated network that knows whose pages the bytes on their way belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from simulated_ranks import Memory
+
+from pdd.base.ids import Immediate, PageId, RequestId
+from pdd.fabric.loopback import LoopbackFabric
+from pdd.fabric.loopback_port import LoopbackPort, Message
+from pdd.fabric.port import RegisteredMemory
+from pdd.memory.pool import PagePool
+from pdd.wire.messages import PrefillRequest
+
+Complain = Callable[[str], None]
+
+
+class WatchedPort(LoopbackPort):
+    """Each byte is read from a page that its request owns, and placed in one that its ticket names and that nobody else
+    has."""
+
+    memory: Memory
+    pool: PagePool
+    complain: Complain
+    tickets: dict[Immediate, PrefillRequest]
+    by_key: dict[int, WatchedPort]
+
+    @classmethod
+    def open(
+        cls, fabric: LoopbackFabric, memory: Memory, pool: PagePool, by_key: dict[int, WatchedPort], complain: Complain
+    ) -> WatchedPort:
+        port = cls(len(fabric._ports), fabric._random, 4096)
+        port.memory, port.pool, port.complain = memory, pool, complain
+        port.tickets, port.by_key = {}, by_key
+        fabric._ports.append(port)
+        return port
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._events) and not self._closed
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closed
+
+    @property
+    def may_move(self) -> bool:
+        return bool(self.outbox or self._writes)
+
+    def register(self, address: int, length_bytes: int) -> RegisteredMemory:
+        registered = super().register(address, length_bytes)
+        self.by_key[registered.key] = self
+        return registered
+
+    def complete(self, message: Message) -> None:
+        request = self.by_key[message.write.spec.key].tickets[message.write.spec.immediate].request
+        page = PageId(self.memory.page_at(message.source_address))
+        if page not in owned_by(self.pool, request):
+            self.complain(f"page {page} is sent for {request}, which does not own it")
+        super().complete(message)
+
+    def place(self, message: Message, now_s: float) -> None:
+        spec = message.write.spec
+        if any(registration.key == spec.key for registration in self._memories.values()):
+            self._check_place(spec.immediate, PageId(self.memory.page_at(message.target_address)))
+        super().place(message, now_s)
+
+    def _check_place(self, immediate: Immediate, page: PageId) -> None:
+        ticket, count = self.tickets[immediate], self._count(immediate)
+        if page not in ticket.target_pages:
+            self.complain(f"page {page} is written for {ticket.request}, whose ticket does not name it")
+        if count is None or count.reached:
+            self.complain(f"page {page} is written for {ticket.request}, which expects nothing any more")
+        if page not in owned_by(self.pool, ticket.request):
+            self.complain(f"page {page} is written for {ticket.request}, which does not have it any more")
+
+
+def owned_by(pool: PagePool, request: RequestId) -> set[PageId]:
+    """Its pages, those in quarantine included."""
+    owned = pool.pages_of(request) if request in pool.owners() else ()
+    return {*owned, *pool._quarantined.get(request, ())}

@@ -1,0 +1,382 @@
+"""Races between a request's two sides, each put together by hand: what one daemon does before it hears of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+from simulated_cluster import Cluster, expected
+from simulated_daemon import Daemon
+from simulated_schedule import Shape, replica, topology
+
+from pdd.base.errors import RemoteProtocolError
+from pdd.base.ids import Immediate, NodeName, ReplicaName
+from pdd.topology.model import Handoff, OnHandoffFailure, Role
+from pdd.wire import messages as wire
+from pdd.wire.codec import Decoder, encode
+
+PROMPT = list(range(100, 121))
+"""More than the decoder prefills itself."""
+DECODE, PREFILL = NodeName("decode0"), NodeName("prefill0")
+
+Start = Callable[..., Cluster]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Makes a cluster of one prefiller and one decoder, or of one node with both; it is connected."""
+    started: list[Cluster] = []
+
+    def make(
+        prefill: Shape | None = None,
+        decode: Shape | None = None,
+        *,
+        together: bool = False,
+        max_queue: int = 8,
+        **handoff: object,
+    ) -> Cluster:
+        prefiller = replica(Role.PREFILL, prefill or Shape(chunk_tokens=32))
+        decoder = replica(Role.DECODE, decode or Shape(chunk_tokens=32))
+        nodes = {"decode0": (decoder, prefiller)} if together else {"decode0": (decoder,), "prefill0": (prefiller,)}
+        policy = Handoff(**{"local_prefill_tokens": 2, "lease_s": 10.0} | handoff)  # type: ignore[arg-type]
+        cluster = Cluster(topology(nodes, handoff=policy, max_queue=max_queue))
+        started.append(cluster)
+        cluster.settle()
+        return cluster
+
+    yield make
+    for cluster in started:
+        cluster.close()
+
+
+def answer(cluster: Cluster, request: str = "r") -> str:
+    """Ends everything, checks all there is to check, and says how the request ended."""
+    cluster.finish()
+    client = next(it for it in cluster.clients if it.request.id == request)
+    if client.end == "finished":
+        assert tuple(client.tokens) == expected(client.request.prompt, client.request.sampling.max_tokens)
+    assert client.end is not None
+    return client.end
+
+
+def prefill_set(cluster: Cluster) -> ReplicaName:
+    return next(name for daemon in cluster.daemons.values() for name, one in daemon.node.replicas.items()
+                if one.role is Role.PREFILL)  # fmt: skip
+
+
+def compute_all_but_the_report(cluster: Cluster) -> None:
+    """The prefiller's executor has answered, and its daemon has not heard of it."""
+    (one,) = cluster.daemons[PREFILL].sets
+    cluster.step("prefill0: compute")
+    while one.ranks.step is not None:
+        cluster.step("prefill0: compute")
+
+
+# The path without faults, in all shapes.
+
+
+@pytest.mark.parametrize("num_nics", [1, 2])
+@pytest.mark.parametrize("pages", [(4, 4), (16, 32), (32, 16)])
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_any_shape_hands_over_to_any_other(
+    start: Start, tp: tuple[int, int], pages: tuple[int, int], num_nics: int
+) -> None:
+    prefill, decode = (
+        Shape(tp=tp[at], page_tokens=pages[at], num_pages=128 // pages[at], chunk_tokens=32, num_nics=num_nics)
+        for at in range(2)
+    )
+    cluster = start(prefill, decode)
+    prompt = list(range(500, 570))
+    cluster.submit("decode0", prompt, "r")
+    assert answer(cluster) == "finished"
+    assert cluster.states("prefill0", "r")[-1] == "sent"
+    cluster.submit("decode0", [*prompt, 7, 8, 9, *range(40)], "again")  # its beginning is cached on both sides
+    assert answer(cluster, "again") == "finished"
+    assert cluster.states("prefill0", "again")[-1] == "sent"
+
+
+def test_a_node_hands_over_to_itself(start: Start) -> None:
+    cluster = start(together=True)
+    cluster.submit("decode0", PROMPT, "r")
+    assert answer(cluster) == "finished"
+    assert len(cluster.tickets) == 1
+
+
+# Cancels.
+
+
+@pytest.mark.parametrize("num_computed", range(5))
+@pytest.mark.parametrize("who", ["client", "decode0", "prefill0"])
+def test_a_cancel_at_any_time_of_the_step(start: Start, num_computed: int, who: str) -> None:
+    """The pages of a sequence stay its own until the step and the writes that use them have ended."""
+    cluster = start()
+    client = cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    for _ in range(num_computed):
+        cluster.step("prefill0: compute")
+        cluster.settle("prefill0: compute", "fabric")
+    if who == "client":
+        cluster.call("decode0", lambda _: client.leave())
+    else:
+        cluster.cancel(who, "r")
+    cluster.settle("prefill0: compute")
+    assert answer(cluster) == ("finished" if who == "prefill0" else "cancelled")
+
+
+@pytest.mark.parametrize("by_lease", [False, True])
+def test_a_cancel_between_the_last_write_and_the_report(start: Start, by_lease: bool) -> None:
+    cluster = start()
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    compute_all_but_the_report(cluster)
+    cluster.settle("prefill0: compute")
+    assert cluster.states("prefill0", "r")[-1] == "prefilling", "all is sent, and the daemon knows of no end"
+    if by_lease:
+        cluster.pass_time("prefill0", "_lease_over")
+    else:
+        cluster.cancel("prefill0", "r")
+    assert cluster.states("prefill0", "r")[-1] == "cancelled"
+    assert answer(cluster) == "finished"
+
+
+def test_a_cancelled_ticket_leaves_room_for_the_next_of_the_same_request(start: Start) -> None:
+    cluster = start()
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: plan")
+    cluster.pass_time("decode0", "_lease_over")
+    cluster.settle("prefill0: plan")
+    assert len(cluster.tickets) == 2
+    assert cluster.states("prefill0", "r") == ["received", "allocated"], "the second was not rejected"
+    assert answer(cluster) == "finished"
+
+
+def test_the_same_request_comes_again_while_a_step_still_uses_its_pages(start: Start) -> None:
+    cluster = start()
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    cluster.pass_time("decode0", "_lease_over")
+    cluster.settle("prefill0: compute")
+    assert cluster.states("prefill0", "r")[-1] == "rejected"
+    assert answer(cluster) == "finished"
+
+
+# Tickets.
+
+
+def test_a_full_prefiller_is_passed_by(start: Start) -> None:
+    cluster = start(Shape(chunk_tokens=32, max_sequences=1), max_queue=0)
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    cluster.submit("decode0", [1, *PROMPT], "s")
+    cluster.settle("prefill0: compute")
+    assert cluster.states("decode0", "s")[-1] in {"ready", "decoding", "finished"}
+    assert [answer(cluster, "r"), answer(cluster, "s")] == ["finished", "finished"]
+    assert [ticket.request for ticket in cluster.tickets] == ["r", "s", "s"]
+
+
+def test_without_recomputing_a_full_prefiller_fails_the_request(start: Start) -> None:
+    cluster = start(Shape(chunk_tokens=32, max_sequences=1), max_queue=0, on_failure=OnHandoffFailure.ERROR)
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    cluster.submit("decode0", [1, *PROMPT], "s")
+    assert [answer(cluster, "r"), answer(cluster, "s")] == ["finished", "handoff_failed"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape_digest": "none"},
+        {"target_pages": (0,)},
+        {"start_token": -4},
+        {"target_replica": "decode0/9"},
+        {"source_replica": "prefill0/9"},
+        {"immediates": (1 << 40,)},
+        {"lease_s": float("nan")},
+        {"target_incarnation": "another"},
+        {"prompt": (1,)},
+        {"prompt": ()},
+    ],
+)
+def test_a_bad_ticket_is_rejected_and_forgotten(start: Start, change: dict[str, object]) -> None:
+    cluster = start()
+    cluster.submit("decode0", PROMPT, "r")
+    assert answer(cluster) == "finished"
+    bad = msgspec.structs.replace(cluster.tickets[0], request="bad", **change)
+    incarnation = cluster.daemons[DECODE].links.incarnation
+    cluster.call("prefill0", lambda daemon: daemon.node.message(DECODE, incarnation, bad))
+    assert answer(cluster) == "finished"
+    assert all(record.id != "bad" for record in cluster.daemons[PREFILL].node.running())
+
+
+def test_a_ticket_that_names_no_handoff_is_no_message(start: Start) -> None:
+    cluster = start()
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("fabric")
+    decoder = Decoder()
+    decoder.authenticated()
+    with pytest.raises(RemoteProtocolError, match="immediates"):
+        list(decoder.feed(encode(msgspec.structs.replace(cluster.tickets[0], immediates=()))))
+
+
+@pytest.mark.parametrize("held", ["prefill0: plan", "prefill0: compute", "fabric", ""])
+def test_the_same_ticket_twice(start: Start, held: str) -> None:
+    cluster = start()
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle(*[held] * bool(held))
+    (ticket,) = cluster.tickets
+    incarnation = cluster.daemons[DECODE].links.incarnation
+    cluster.call("prefill0", lambda daemon: daemon.node.message(DECODE, incarnation, ticket))
+    assert answer(cluster) == "finished"
+
+
+def test_another_ticket_for_a_request_that_runs_is_rejected(start: Start) -> None:
+    cluster = start()
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    other = msgspec.structs.replace(cluster.tickets[0], immediates=(cluster.tickets[0].immediates[0] + 128,))
+    incarnation = cluster.daemons[DECODE].links.incarnation
+    cluster.call("prefill0", lambda daemon: daemon.node.message(DECODE, incarnation, other))
+    assert answer(cluster) == "finished"
+    assert cluster.states("prefill0", "r")[-1] == "sent"
+
+
+@pytest.mark.parametrize(("on_failure", "end"), [("recompute", "finished"), ("error", "handoff_failed")])
+def test_a_ticket_on_a_link_that_is_just_ending(start: Start, on_failure: str, end: str) -> None:
+    cluster = start(on_failure=OnHandoffFailure(on_failure))
+    cluster.daemons[DECODE].links.up[PREFILL].close("ending", "silent")
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("lost")
+    assert answer(cluster) == end
+
+
+# Ends that cross.
+
+
+@pytest.mark.parametrize("polled_first", [False, True])
+def test_stopped_crosses_arrived(start: Start, polled_first: bool) -> None:
+    """The prefiller stops when everything is on its way: it arrives, whatever the prefiller says."""
+    cluster = start()
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    compute_all_but_the_report(cluster)
+    assert cluster.fabric.step()  # posts it all
+    cluster.cancel("prefill0", "r")
+    cluster.settle("decode0: poll", "decode0<-prefill0")
+    assert cluster.states("prefill0", "r")[-1] == "cancelled"
+    if polled_first:
+        cluster.settle("decode0<-prefill0")
+        assert "draining" not in cluster.states("decode0", "r")
+    cluster.settle("decode0: poll")
+    assert answer(cluster) == "finished"
+    assert len(cluster.tickets) == (1 if polled_first else 2), "what has arrived is used, if it is seen in time"
+
+
+def test_a_stopped_handoff_whose_pieces_are_late(start: Start) -> None:
+    """Pages of a client that is gone belong to nobody until the last piece that was posted has been counted."""
+    cluster = start()
+    client = cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    cluster.step("prefill0: compute")
+    cluster.step("prefill0: compute")
+    (target,) = cluster.daemons[DECODE].ports
+    cluster.fabric.hold(target)
+    cluster.settle("prefill0: compute")
+    cluster.call("decode0", lambda _: client.leave())
+    cluster.settle()
+    assert cluster.daemons[DECODE].sets[0].set.pool.num_quarantined == 6
+    assert answer(cluster) == "cancelled"
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_piece_that_never_comes(start: Start, together: bool) -> None:
+    """After two leases the prefiller is shut out, also one of the same node; then the prompt is computed again."""
+    cluster = start(together=together, retries=0)
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.fabric.drop(1)
+    assert answer(cluster) == "finished"
+    cluster.submit("decode0", [1, *PROMPT], "s")
+    assert answer(cluster, "s") == "finished"
+    assert len(cluster.tickets) == 2, "it is used again afterwards"
+
+
+def test_preempted_before_the_first_step(start: Start) -> None:
+    """The pages of a request that has just become ready may go to an older one that grows."""
+    cluster = start(decode=Shape(page_tokens=2, num_pages=6, chunk_tokens=32))
+    cluster.submit("decode0", [1, 2], "old", max_tokens=6)
+    cluster.settle("decode0: plan", "decode0: compute")
+    cluster.submit("decode0", PROMPT[:7], "young", max_tokens=2)
+    cluster.settle("decode0: plan", "decode0: compute", "fabric")
+    while len(cluster.clients[0].tokens) < 3:
+        cluster.settle("decode0: plan", "fabric")
+        if len(cluster.clients[0].tokens) < 3:
+            cluster.step("decode0: plan")
+    cluster.settle("decode0: plan")
+    assert cluster.states("decode0", "young")[-1] == "ready"
+    cluster.settle()
+    assert cluster.states("decode0", "young").count("ready") > 1
+    assert [answer(cluster, "old"), answer(cluster, "young")] == ["finished", "finished"]
+
+
+# Fabric endpoints that break, and replicas that start anew.
+
+
+@pytest.mark.parametrize("held", ["prefill0<-decode0: PrefillRequest", "prefill0: plan", "prefill0: compute", "fabric"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("where", ["decode0", "prefill0"])
+def test_a_port_breaks(start: Start, where: str, rank: int, held: str) -> None:
+    two = Shape(tp=2, chunk_tokens=32)
+    cluster = start(two, two)
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.submit("decode0", [1, *PROMPT], "s")
+    cluster.settle(held)
+    cluster.call(where, lambda daemon: cluster.fabric.fail(daemon.ports[rank], 5))
+    cluster.settle(held)
+    ends = {answer(cluster, "r"), answer(cluster, "s")}
+    assert ends <= ({"finished"} if where == "prefill0" else {"finished", "replica_failed"})
+    cluster.submit("decode0", [2, *PROMPT], "t")
+    assert answer(cluster, "t") == "finished"
+    assert cluster.states("prefill0", "t")[-1] == "sent", "both are there again"
+
+
+def test_a_replica_whose_port_breaks_while_it_is_taken_down(start: Start) -> None:
+    cluster = start()
+
+    def fail(daemon: Daemon) -> None:
+        cluster.fabric.fail(daemon.ports[0], 5)
+        daemon.fail(daemon.sets[0])
+
+    cluster.call("decode0", fail)
+    cluster.step("decode0: take down")
+    cluster.submit("decode0", PROMPT, "r")
+    assert answer(cluster) in {"no_path", "finished"}
+
+
+@pytest.mark.parametrize("name", ["decode0", "prefill0"])
+def test_a_daemon_dies_and_comes_back(start: Start, name: str) -> None:
+    cluster = start()
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    cluster.step("prefill0: compute")
+    cluster.step("prefill0: compute")
+    cluster.settle("prefill0: compute", "fabric")
+    cluster.kill(NodeName(name))
+    cluster.start(NodeName(name))
+    assert answer(cluster) == ("gone" if name == "decode0" else "finished")
+    cluster.submit("decode0", PROMPT, "s")
+    assert answer(cluster, "s") == "finished"
+
+
+def test_a_stale_message_changes_nothing(start: Start) -> None:
+    cluster = start()
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    late_immediate = Immediate(cluster.tickets[0].immediates[0] + 128)
+    incarnation = cluster.daemons[PREFILL].links.incarnation
+    for late in (
+        wire.PrefillRejected(request=cluster.tickets[0].request, immediate=late_immediate, code="", reason=""),
+        wire.PrefillStopped(request=cluster.tickets[0].request, immediate=late_immediate, num_pieces=(0,), reason=""),
+    ):
+        cluster.call("decode0", lambda daemon, late=late: daemon.node.message(PREFILL, incarnation, late))  # type: ignore[misc]
+    assert answer(cluster) == "finished"
+    assert len(cluster.tickets) == 1
