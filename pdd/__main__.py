@@ -30,6 +30,7 @@ from pdd.topology.check import check_local
 from pdd.topology.load import load
 from pdd.topology.model import Http, Topology
 from pdd.wire.keyfile import ensure_key, load_key
+from pdd.wire.tls import LinkTls
 
 _TOPOLOGY = "topology file (YAML)"
 Command = Callable[[argparse.Namespace], int]
@@ -85,6 +86,7 @@ def _daemon(args: argparse.Namespace) -> int:
     if args.end_with_parent:
         die_with_parent()
     key = load_key(topology.cluster.key_file)
+    tls = None if topology.cluster.tls is None else LinkTls(topology.cluster.tls)
     model = _packed(topology)
     check_shapes(topology, model)
     set_up_logs(args.log_level, node=args.node)
@@ -94,7 +96,7 @@ def _daemon(args: argparse.Namespace) -> int:
         return HttpServer(gateway, served, http=http, limits=topology.limits)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(Daemon(topology, args.node, model, key, make_http).run())
+        runner.run(Daemon(topology, args.node, model, key, tls, make_http).run())
     return 0
 
 

@@ -156,6 +156,12 @@ class KeyFileInvalid(OperatorError):
     exit_code = 4
 
 
+class CertificateInvalid(OperatorError):
+    """A TLS certificate, its key or the authority that the topology names is missing, open to others, or does not fit."""
+
+    exit_code = 4
+
+
 class FabricUnavailable(OperatorError):
     """The libfabric provider that the topology names cannot be opened, or memory cannot be registered."""
 
