@@ -15,7 +15,7 @@ from pdd.base.ids import Incarnation, NodeName
 from pdd.wire.codec import Decoder, encode
 from pdd.wire.handshake import Handshake, Refused
 from pdd.wire.messages import Hello, Message, Proof, Refusal
-from pdd.wire.tls import Tls, explained
+from pdd.wire.tls import Tls, explained, speaks_no_tls
 
 
 class LinkOwner(Protocol):
@@ -132,8 +132,7 @@ class Link(asyncio.Protocol):
             self._write(refused.refusal)
             self.finish(f"refused: {refused}", refused)
         except ssl.SSLError as error:
-            text = explained(error, self._tls.authority if self._tls else "")
-            self.finish(text, RemoteProtocolError(text) if self.authenticated else HandshakeRefused(text))
+            self._tls_failed(error)
         except PddError as error:
             self.end(str(error), error)
 
@@ -169,6 +168,14 @@ class Link(asyncio.Protocol):
             if self._tls.up and not was_up:
                 self._handshake.bind(self._tls.certificate, self._tls.peer_certificate)
                 self._write(self._handshake.hello)
+
+    def _tls_failed(self, error: ssl.SSLError) -> None:
+        assert self._tls is not None
+        assert self._transport is not None
+        text = explained(error, self._tls.authority)
+        if speaks_no_tls(error):  # so it cannot read the alert, but this
+            self._transport.write(encode(Refusal(code="tls", reason="this node wants TLS: give both `cluster.tls`")))
+        self.finish(text, RemoteProtocolError(text) if self.authenticated else HandshakeRefused(text))
 
     def _write(self, message: Message) -> bool:
         assert self._transport is not None

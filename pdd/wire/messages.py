@@ -5,7 +5,7 @@ A link first exchanges `Hello`, `Proof` and (when both fit) `Announce` (see link
     frontend -> decoder      Submit, Cancel
     decoder  -> frontend     Output
     decoder  -> prefiller    Grant (once a link), PrefillRequest, CancelPrefill
-    prefiller -> decoder     PrefillAccepted | PrefillRejected, PrefillEnded, PrefillStopped
+    prefiller -> decoder     PrefillAccepted | PrefillRejected, PrefillEnded, PrefillDigests, PrefillStopped
     both                     Load with each heartbeat
 """
 
@@ -17,7 +17,7 @@ from pdd.base.ids import Immediate, Incarnation, NodeName, PageId, ReplicaName, 
 from pdd.lifecycle.request import GenerateRequest, TokenOutput
 from pdd.memory.shape import KvShape
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised with every change that an older daemon would misread."""
 
 
@@ -94,6 +94,8 @@ class Load(Message, frozen=True):
 class Submit(Message, frozen=True):
     replica: ReplicaName
     request: GenerateRequest
+    reason: str = ""
+    """Why it is asked again, of another replica; empty for the first attempt."""
 
 
 class Output(Message, frozen=True):
@@ -141,6 +143,8 @@ class PrefillRequest(Message, frozen=True):
     """For each NIC of each target rank (rank by rank) the count that it has armed; the first names the handoff in every
     other message."""
     lease_s: float
+    verify: bool = False
+    """The target wants `PrefillDigests`."""
 
 
 class PrefillAccepted(Message, frozen=True):
@@ -166,6 +170,14 @@ class PrefillEnded(Message, frozen=True):
     compute_s: float
 
 
+class PrefillDigests(Message, frozen=True):
+    """What the pages hold at the source, for each leg of the plan: the target compares. See transfer/digest.py."""
+
+    request: RequestId
+    immediate: Immediate
+    digests: tuple[int, ...]
+
+
 class CancelPrefill(Message, frozen=True):
     request: RequestId
     immediate: Immediate
@@ -181,7 +193,7 @@ class PrefillStopped(Message, frozen=True):
     reason: str
 
 
-HandoffMessage = PrefillAccepted | PrefillRejected | PrefillEnded | PrefillStopped
+HandoffMessage = PrefillAccepted | PrefillRejected | PrefillEnded | PrefillDigests | PrefillStopped
 """What a prefiller says about a ticket to the decoder that sent it."""
 
 AnyMessage = (
@@ -198,6 +210,7 @@ AnyMessage = (
     | PrefillAccepted
     | PrefillRejected
     | PrefillEnded
+    | PrefillDigests
     | CancelPrefill
     | PrefillStopped
 )

@@ -101,13 +101,18 @@ class Tls:
         return self._outgoing.read()
 
 
+def speaks_no_tls(error: ssl.SSLError) -> bool:
+    """The peer's first bytes were none of TLS."""
+    return error.reason in _NO_TLS
+
+
 def explained(error: ssl.SSLError, authority: str = "") -> str:
     """Why TLS failed, for the operator of this side."""
     reason = error.reason or "the connection broke off"
     if isinstance(error, ssl.SSLCertVerificationError):
         signed = f"; it must be signed by {authority}" if authority else ""
         return f"TLS: the peer's certificate is not accepted: {error.verify_message}{signed}"
-    if reason in _NO_TLS:
+    if speaks_no_tls(error):
         return "TLS: the other end does not speak it: give both nodes `cluster.tls`, or neither"
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return "TLS: the peer shows no certificate"
