@@ -13,7 +13,7 @@ import random
 import signal
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Set
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ class Chaos:
         self._rng = rng
         self._pause_s = pause_s
         self._lasting = lasting
-        self._busy: set[str] = set()
-        """Roles with a fault that is not over."""
+        self._faulty: set[NodeName] = set()
+        """Nodes with a fault that is not over: one of each role at most."""
         self.injected: Counter[str] = Counter()
         self.around_s: dict[str, list[float]] = defaultdict(list)
         """By fault: seconds until a request sent after it was answered by way of the nodes that are left."""
@@ -73,17 +73,16 @@ class Chaos:
                 free = [node for node in self._cluster.nodes if self._allows(kind, node)]
                 if free:
                     node = self._rng.choice(free)
-                    self._busy.add(self._cluster.role(node))
+                    self._faulty.add(node)
                     faults.create_task(self._inject(kind, node))
 
     def _allows(self, kind: str, node: NodeName) -> bool:
         if node in self._lasting and kind in ("SIGKILL daemon", "restart"):
             return False
-        return self._cluster.role(node) not in self._busy
+        return self._cluster.role(node) not in {self._cluster.role(faulty) for faulty in self._faulty}
 
     async def _inject(self, kind: str, node: NodeName) -> None:
-        role = self._cluster.role(node)
-        name = f"{kind}, {role}"
+        name = f"{kind}, {self._cluster.role(node)}"
         done = asyncio.Event()
         """Set when the fault is there."""
         try:
@@ -100,21 +99,21 @@ class Chaos:
             log.error("fault did not end as it should", kind=kind, node=node, error=repr(error))
             self.problems.append(f"{name} of {node}: {error!r}")
         finally:
-            self._busy.discard(role)
+            self._faulty.discard(node)
 
     async def _measure(self, name: str, node: NodeName) -> None:
         urls = self._cluster.urls
-        around = [url for other, url in urls.items() if other != node]
-        ways = [self._until_served(around, self.around_s[name], name)]
+        ways = [self._until_served(lambda: urls.keys() - self._faulty or urls.keys(), self.around_s[name], name)]
         if node in urls:
-            ways.append(self._until_served([urls[node]], self.back_s[name], name))
+            ways.append(self._until_served(lambda: {node}, self.back_s[name], name))
         await asyncio.gather(*ways)
 
-    async def _until_served(self, urls: list[str], found: list[float], name: str) -> None:
+    async def _until_served(self, nodes: Callable[[], Set[NodeName]], found: list[float], name: str) -> None:
+        """Asks one of the nodes after another."""
         began_s = time.monotonic()
-        while not await self._traffic.probe(self._rng.choice(urls)):
+        while not await self._traffic.probe(self._cluster.urls[self._rng.choice(sorted(nodes()))]):
             if time.monotonic() - began_s > RECOVERY_S:
-                self.problems.append(f"{name}: no answer from {', '.join(urls)} within {RECOVERY_S:g} s")
+                self.problems.append(f"{name}: no answer within {RECOVERY_S:g} s")
                 return
             await asyncio.sleep(PROBE_PAUSE_S)
         found.append(time.monotonic() - began_s)
