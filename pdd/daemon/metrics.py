@@ -57,6 +57,9 @@ class Metrics:
         self.stale_messages = counter("stale_messages", "Control messages for handoffs that were over", ("message",))
         self.preemptions = counter("preemptions", "Sequences that lost their pages to an older one")
         self.broken_invariants = counter("broken_invariants", "Contradictions in the daemon's own books: each is a bug")
+        self.requests_moved = counter(
+            "requests_moved", "Requests asked of another decode replica, by the first one's error", ("code",)
+        )
         self.replica_restarts = counter("replica_restarts", "Failed replicas that came up again", ("replica",))
         self.steps = counter("steps", "Steps run by executors", ("replica",))
         self.step_compute = seconds("step_compute_seconds", "Compute time of a step in the executor", ("role",))

@@ -44,6 +44,7 @@ class Replica:
         ranks: list[Rank],
         sets: list[ReplicaSet],
         work: asyncio.Event,
+        step_s: float,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
@@ -53,6 +54,7 @@ class Replica:
         self._parallel = config.parallel
         self._ranks = ranks
         self._work = work
+        self._step_s = step_s
         self._clock = clock
         self._metrics = metrics
 
@@ -83,7 +85,9 @@ class Replica:
             )
             for dp_rank in range(dp)
         ]  # fmt: skip
-        replica = cls(name, config, ranks=ranks, sets=sets, work=work, clock=clock, metrics=metrics)
+        replica = cls(
+            name, config, ranks=ranks, sets=sets, work=work, step_s=limits.step_s, clock=clock, metrics=metrics
+        )
         try:
             if config.role is not Role.COLOCATED:
                 hosts = port_hosts(config, host)
@@ -116,6 +120,8 @@ class Replica:
                 task.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
         log.error("replica failed", replica=self.name, error=str(error))
+        for rank in self._ranks:  # one that is stuck would not go by itself; the others may be waiting for it
+            rank.handle.kill()
         for one in self.sets:
             one.fail(error)
         return error
@@ -123,7 +129,7 @@ class Replica:
     async def stop(self) -> None:
         """Closes the ports before the memory that they may write to. Idempotent."""
         for one in self.sets:
-            one.close()
+            await one.close()
         await asyncio.gather(*(rank.close() for rank in self._ranks))
 
     async def _turn_for_ever(self, sets: list[ReplicaSet]) -> PddError:
@@ -158,7 +164,14 @@ class Replica:
         first = self.sets.index(one) * self._parallel.tp
         ranks = self._ranks[first : first + self._parallel.tp]
         one.step_started_s = self._clock.now_s()
-        done, *_ = await asyncio.gather(*(rank.handle.step(step) for rank in ranks))
+        try:
+            async with asyncio.timeout(self._step_s):
+                done, *_ = await asyncio.gather(*(rank.handle.step(step) for rank in ranks))
+        except TimeoutError:
+            raise ReplicaFailed(
+                f"step {step.number} of {one.name} took longer than limits.step_s ({self._step_s:g} s): an executor is "
+                f"stuck ({', '.join(f'pid {rank.handle.pid}' for rank in ranks)})"
+            ) from None
         one.step_started_s = None
         self._metrics.steps.labels(one.name).inc()
         self._metrics.step_compute.labels(self.role).observe(done.compute_s)
@@ -198,7 +211,7 @@ def _open_fabric(one: ReplicaSet, ranks: list[Rank], fabric: Fabric, hosts: tupl
             messengers.append(Messenger(port, rank.layout, rank.arena.address, watch))
             ports.append(port)
     one.gigabytes_per_s = measure(ports[0])
-    one.open_fabric(ports, MessengerGroup(one.shape, messengers))
+    one.open_fabric(ports, MessengerGroup(one.shape, messengers), [rank.arena for rank in ranks])
     info = ports[0].info
     log.info("fabric up", replica=one.name, ports=len(ports), provider=info.provider, libfabric=info.library_version,
              gigabytes_per_s=one.gigabytes_per_s, fences=info.fences)  # fmt: skip

@@ -39,6 +39,7 @@ def status(node: Node) -> admin.Status:
         model=node.topology.model.name,
         http=f"http://{http.host}:{http.port}" if http else None,
         draining=node.draining,
+        unfinished=node.num_unfinished,
         replicas=(
             *(_replica(replica) for replica in node.replicas.values()),
             *(_down(node, name) for name in node.down if name not in node.replicas),
@@ -166,8 +167,8 @@ def _id(request: admin.AdminRequest) -> str:
 
 
 def _drain(node: Node, request: admin.AdminRequest) -> admin.DrainResult:
-    node.draining = request.command == "drain"
-    return admin.DrainResult(draining=node.draining, unfinished=sum(1 for _ in node.running()))
+    node.drain(request.command == "drain")
+    return admin.DrainResult(draining=node.draining, unfinished=node.num_unfinished)
 
 
 def _requests(node: Node) -> admin.Requests:

@@ -96,6 +96,11 @@ class ExecutorHandle:
         """Returns how the process ended; for noticing a death between steps."""
         return _describe(await self._process.wait())
 
+    def kill(self) -> None:
+        """Ends it at once, stuck or stopped; `stop` still has to be called."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
     async def stop(self) -> None:
         """Closes the socket, which tells the executor to go; insists after a while. Idempotent."""
         self._writer.close()

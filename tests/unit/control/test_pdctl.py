@@ -144,6 +144,7 @@ def status(node: str) -> Status:
         model="toy",
         http="127.0.0.1:8000",
         draining=False,
+        unfinished=0,
         replicas=(replica,),
         counters={"local_prefills": 3, "strays": 0},
     )
