@@ -43,6 +43,13 @@ class RequestTooLarge(BadRequest):
     code = "request_too_large"
 
 
+class UnsupportedMediaType(BadRequest):
+    """The body of a request is encoded in a way that is not taken."""
+
+    http_status = 415
+    code = "unsupported_media_type"
+
+
 class ContextTooLong(BadRequest):
     """Prompt and answer together are longer than a sequence may be."""
 

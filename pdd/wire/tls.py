@@ -152,7 +152,9 @@ def _load_authority(context: ssl.SSLContext, path: Path) -> None:
     try:
         context.load_verify_locations(path)
     except ssl.SSLError as error:
-        raise CertificateInvalid(f"TLS authority {path} holds no certificate in PEM: {error.reason or error}") from error
+        raise CertificateInvalid(
+            f"TLS authority {path} holds no certificate in PEM: {error.reason or error}"
+        ) from error
 
 
 def _check_readable(path: Path, what: str) -> None:
