@@ -6,8 +6,10 @@ Everything they need (topology, model, key, sockets, logs) is in one directory, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -191,7 +193,10 @@ async def _exchange(path: Path, line: bytes) -> bytes:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Free a moment ago, and below the ports of outgoing connections: one of those could take the port of a daemon that
+    is being restarted."""
+    while True:
+        port = random.randrange(10_000, 32_000)  # noqa: S311
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
