@@ -16,6 +16,7 @@ import pdd
 from pdd.base.errors import OperatorError, PddError
 from pdd.base.ids import NodeName
 from pdd.base.process import die_with_parent
+from pdd.bench import soak
 from pdd.daemon.gateway import Gateway
 from pdd.daemon.main import Daemon, check_shapes, max_sequence_tokens
 from pdd.daemon.service import set_up_logs
@@ -72,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     talk = add("chat", "send one chat request and print the answer as it comes", _chat)
     talk.add_argument("--topology", required=True, type=Path, help=_TOPOLOGY)
     chat.add_arguments(talk)
+    soak_ = add("soak", "run a toy cluster under traffic and faults; count wrong answers and leaks", soak.run)
+    soak.add_arguments(soak_)
     bench = add("bench", "measure: fabric, engine or serve; `pdd bench` alone says more", _bench)
     bench.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
@@ -96,7 +99,7 @@ def _daemon(args: argparse.Namespace) -> int:
         return HttpServer(gateway, served, http=http, limits=topology.limits)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(Daemon(topology, args.node, model, key, tls, make_http).run())
+        runner.run(Daemon(topology, args.node, model, key=key, tls=tls, make_http=make_http).run())
     return 0
 
 

@@ -55,6 +55,7 @@ class Daemon:
         topology: Topology,
         name: NodeName,
         model: PackedModel,
+        *,
         key: bytes,
         tls: LinkTls | None,
         make_http: MakeHttp,
@@ -92,7 +93,8 @@ class Daemon:
     async def _open(self, stack: AsyncExitStack) -> None:
         """Everything that listens; a busy port is found before a model is loaded."""
         node, config = self._node, self._topology.nodes[self._name]
-        admin = AdminServer(socket_path(make_run_dir(self._topology), self._name), partial(report.answer, node))
+        path = socket_path(make_run_dir(self._topology), self._name)
+        admin = AdminServer(path, partial(report.answer, node), node.metrics.admin_refused.inc)
         await admin.start()
         stack.push_async_callback(admin.stop)
         node.links = self._links()

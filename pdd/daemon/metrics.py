@@ -68,6 +68,8 @@ class Metrics:
         self.prefix_cache_tokens = gauge(
             "prefix_cache_tokens", "Prompt tokens looked up in the prefix cache, and found", ("replica", "what")
         )
+        self.admin_refused = counter("admin_refused", "Processes of other users that were refused at the admin socket")
+        self.link_faults = gauge("link_faults", "Faults of control links since the start", ("kind",))
         self.peers_up = gauge("peers_up", "Control links that are up")
         self.ready = gauge("ready", "1 when the daemon can serve")
 

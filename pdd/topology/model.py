@@ -142,6 +142,11 @@ class Http(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tls: Certificate | None = None
     """None: HTTP is not encrypted."""
 
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'http' if self.tls is None else 'https'}://{host}:{self.port}"
+
 
 class Parallel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tp: Positive = 1

@@ -155,7 +155,7 @@ async def test_a_client_without_a_certificate_does_not_get_to_the_handshake(clus
     context = ssl.create_default_context(cafile=str(tls.ca_file))
     context.check_hostname = False
     reader, writer = await asyncio.open_connection("127.0.0.1", b.port, ssl=context)
-    with pytest.raises(ssl.SSLError, match="(?i)certificate required"):
+    with pytest.raises(ssl.SSLError, match=r"(?i)certificate required"):
         await reader.read()
     writer.transport.abort()
     assert b.counters.bad_handshakes == 1
