@@ -237,16 +237,21 @@ def slow_toy(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_cluster(tmp_path: Path) -> MakeCluster:
-    """`async with make_cluster(nodes, ...) as cluster`: started, ready, and checked for leaks at the end."""
+    """`async with make_cluster(nodes, ...) as cluster`: started, ready, and checked for leaks at the end. Nodes that
+    are `absent` are started by the test, or never."""
 
     @asynccontextmanager
     async def make(
-        nodes: dict[str, Any], model: Path = TOY_MODEL, cache: Path = tmp_path / "cache", **sections: Any
+        nodes: dict[str, Any],
+        model: Path = TOY_MODEL,
+        cache: Path = tmp_path / "cache",
+        absent: tuple[str, ...] = (),
+        **sections: Any,
     ) -> AsyncIterator[Cluster]:
         directory = Path(tempfile.mkdtemp(prefix="cluster", dir=tmp_path))
         cluster = Cluster(directory, nodes, model, cache, **sections)
         try:
-            await cluster.start()
+            await cluster.start(*(name for name in nodes if name not in absent))
             await cluster.wait_ready()
             yield cluster
             await cluster.settled()
