@@ -82,8 +82,10 @@ class Cluster:
             key.touch(mode=0o600)
             key.write_text("k" * 64)
         self.daemons: dict[str, asyncio.subprocess.Process] = {}
-        http = next(node["http"]["port"] for node in nodes.values() if "http" in node)
-        self.url = f"http://127.0.0.1:{http}"
+        http = next(node["http"] for node in nodes.values() if "http" in node)
+        self.url = f"http://{http.get('host', '127.0.0.1')}:{http['port']}"
+        self.within: dict[str, list[str]] = {}
+        """Commands that daemons are started with, such as `ip netns exec NAME`."""
         self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60))
 
     async def start(self, *names: str) -> None:
@@ -91,7 +93,8 @@ class Cluster:
             log = (self.directory / f"{name}.log").open("ab")
             with log:
                 self.daemons[name] = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "pdd", "daemon", "--topology", str(self.file), "--node", name,
+                    *self.within.get(name, ()), sys.executable, "-m", "pdd", "daemon",
+                    "--topology", str(self.file), "--node", name,
                     stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
                     env={**os.environ, "PDD_CACHE": str(self.cache)},
                 )  # fmt: skip
@@ -246,10 +249,12 @@ def make_cluster(tmp_path: Path) -> MakeCluster:
         model: Path = TOY_MODEL,
         cache: Path = tmp_path / "cache",
         absent: tuple[str, ...] = (),
+        within: dict[str, list[str]] | None = None,
         **sections: Any,
     ) -> AsyncIterator[Cluster]:
         directory = Path(tempfile.mkdtemp(prefix="cluster", dir=tmp_path))
         cluster = Cluster(directory, nodes, model, cache, **sections)
+        cluster.within = within or {}
         try:
             await cluster.start(*(name for name in nodes if name not in absent))
             await cluster.wait_ready()
