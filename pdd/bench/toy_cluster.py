@@ -35,13 +35,15 @@ MODEL = {
 }  # fmt: skip
 """Slow enough that faults meet requests in every state."""
 REPLICA = {"page_tokens": 16, "kv_bytes": "8 MiB", "chunk_tokens": 128, "threads": 1, "max_sequences": 12}
-SECTIONS = {
+SECTIONS: dict[str, dict[str, Any]] = {
     "cluster": {"heartbeat_s": 0.2, "silence_s": 1.0},
-    "handoff": {"local_prefill_tokens": 24, "lease_s": 10.0},
+    "handoff": {"local_prefill_tokens": 24, "lease_s": 10.0, "verify": "pages"},
     "limits": {"max_queue": 24, "timeout_s": 30.0, "step_s": 10.0, "drain_s": 10.0},
 }
 """Deadlines short enough for a run of minutes to see each of them pass."""
-START_S = 60.0
+END_S = 60.0
+READY_S = 180.0
+"""An executor that is killed again and again is started again after a minute."""
 ANSWER_S = 8.0
 """For an admin command: a stopped daemon answers when it is continued, after 5 s at most."""
 POLL_S = 0.05
@@ -112,13 +114,13 @@ class ToyCluster:
             )  # fmt: skip
 
     async def wait_ready(self, node: NodeName) -> None:
-        """Raises ReplicaFailed when that takes longer than a start may."""
+        """Raises ReplicaFailed when that takes longer than a start may, after the longest pause before it."""
         try:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(READY_S):
                 while not await self._is_ready(node):  # noqa: ASYNC110 - another process sets no event
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
-            raise ReplicaFailed(f"{node} is not ready after {START_S:g} s; its log is in {self.directory}") from None
+            raise ReplicaFailed(f"{node} is not ready after {READY_S:g} s; its log is in {self.directory}") from None
 
     async def _is_ready(self, node: NodeName) -> bool:
         if (code := self._daemons[node].returncode) is not None:
@@ -171,7 +173,7 @@ class ToyCluster:
             if daemon.returncode is None:
                 daemon.terminate()
         try:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(END_S):
                 await asyncio.gather(*(daemon.wait() for daemon in self._daemons.values()))
         except TimeoutError:
             for daemon in self._daemons.values():
