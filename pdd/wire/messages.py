@@ -11,7 +11,10 @@ A link first exchanges `Hello`, `Proof` and (when both fit) `Announce` (see link
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from pdd.base.ids import Immediate, Incarnation, NodeName, PageId, ReplicaName, RequestId
 from pdd.lifecycle.request import GenerateRequest, TokenOutput
@@ -137,9 +140,9 @@ class PrefillRequest(Message, frozen=True):
     """First position that the target lacks; a multiple of its page_tokens."""
     target_pages: tuple[PageId, ...]
     """The same pages on every target rank."""
-    num_nics: int
+    num_nics: Annotated[int, Meta(ge=1)]
     """Of each target rank."""
-    immediates: tuple[Immediate, ...]
+    immediates: Annotated[tuple[Immediate, ...], Meta(min_length=1)]
     """For each NIC of each target rank (rank by rank) the count that it has armed; the first names the handoff in every
     other message."""
     lease_s: float
