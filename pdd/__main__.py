@@ -73,8 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     talk = add("chat", "send one chat request and print the answer as it comes", _chat)
     talk.add_argument("--topology", required=True, type=Path, help=_TOPOLOGY)
     chat.add_arguments(talk)
-    soak_ = add("soak", "run a toy cluster under traffic and faults; count wrong answers and leaks", soak.run)
-    soak.add_arguments(soak_)
+    soak.add_arguments(
+        add("soak", "run a toy cluster under traffic and faults; count wrong answers and leaks", soak.run)
+    )
     bench = add("bench", "measure: fabric, engine or serve; `pdd bench` alone says more", _bench)
     bench.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
