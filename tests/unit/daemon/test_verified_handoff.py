@@ -156,8 +156,8 @@ class Decoder(World):
 async def test_a_request_is_ready_once_both_have_found_the_same(ours_first: bool) -> None:
     it = Decoder()
     assert it.sent[0].verify  # type: ignore[attr-defined]
-    tell = [lambda: it.we_find(1, 2), lambda: it.they_say(1, 2)]
-    for one in tell if ours_first else reversed(tell):
+    tell: list[Callable[[], None]] = [lambda: it.we_find(1, 2), lambda: it.they_say(1, 2)]
+    for one in tell[:: 1 if ours_first else -1]:
         assert it.state == "prefilling"
         one()
     assert (it.state, it.num_computed) == ("ready", 99)
