@@ -164,7 +164,7 @@ class KeyFileInvalid(OperatorError):
 
 
 class CertificateInvalid(OperatorError):
-    """A TLS certificate, its key or the authority that the topology names is missing, open to others, or does not fit."""
+    """A TLS certificate, its key or its authority is missing, open to others, or does not fit."""
 
     exit_code = 4
 

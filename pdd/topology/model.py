@@ -107,8 +107,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     lease_s: Seconds = 60.0
     """A prefill that has not delivered by then is cancelled."""
     retries: Natural = 1
-    """Other attempts at a failed handoff before `on_failure` applies; also at a request whose decoder is lost before the
-    first token."""
+    """Other attempts at a failed handoff before `on_failure` applies; also at a request whose decoder is lost before
+    the first token."""
     on_failure: OnHandoffFailure = OnHandoffFailure.RECOMPUTE
     """recompute: the decoder prefills the prompt itself. error: the client gets one."""
     verify: Verify = Verify.NONE

@@ -57,6 +57,8 @@ class Link(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self.target = target
+        self.remote_host = ""
+        """The address that the connection came from or went to."""
         self.reason = ""
         """Why the link ends; the first reason counts."""
         self.fault: PddError | None = None
@@ -114,6 +116,7 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # its loop has set TCP_NODELAY
+        self.remote_host = str((transport.get_extra_info("peername") or ("",))[0])
         self._start_timer()
         if self._tls is None:
             self._write(self._handshake.hello)

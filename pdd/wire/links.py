@@ -236,7 +236,11 @@ class Links:
         if peer is not None and peer.link is None:
             self._note(link.peer, "refused" if isinstance(link.fault, HandshakeRefused) else "connecting", link.reason)
         elif link.fault is not None:
-            log.warning("bad_handshake", reason=link.reason)
+            log.warning("bad_handshake", host=link.remote_host, reason=link.reason)
+            for name in self._may_dial_us:  # one of those at this address, perhaps
+                peer = self._peers[name]
+                if peer.link is None and peer.address[0] == link.remote_host:
+                    self._note(name, "connecting", f"a connection from its address failed: {link.reason}")
 
     # Inside.
 

@@ -42,9 +42,18 @@ async def test_a_node_of_another_authority_is_refused_and_pdctl_says_why(
         await restart_with(cluster, "decode0", files(strange))
 
         async def refused() -> bool:
-            (peer,) = (await cluster.ask("prefill0", "peers"))["peers"]
-            return peer["state"] == "refused" and "certificate is not accepted" in peer["reason"]
+            (dialed,) = (await cluster.ask("decode0", "peers"))["peers"]
+            (awaited,) = (await cluster.ask("prefill0", "peers"))["peers"]
+            return (
+                dialed["state"] == "refused"
+                and "certificate is not accepted" in dialed["reason"]
+                and "the peer does not accept this node's certificate" in awaited["reason"]
+            )
 
+        async def listening() -> bool:
+            return (cluster.run_dir / "decode0.sock").exists()
+
+        await eventually(listening, SETTLE_S, lambda: cluster.log("decode0"))
         await eventually(refused, SETTLE_S, lambda: cluster.log("prefill0"))
 
 
