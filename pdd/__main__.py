@@ -16,6 +16,7 @@ import pdd
 from pdd.base.errors import OperatorError, PddError
 from pdd.base.ids import NodeName
 from pdd.base.process import die_with_parent
+from pdd.bench import soak
 from pdd.daemon.gateway import Gateway
 from pdd.daemon.main import Daemon, check_shapes, max_sequence_tokens
 from pdd.daemon.service import set_up_logs
@@ -30,6 +31,7 @@ from pdd.topology.check import check_local
 from pdd.topology.load import load
 from pdd.topology.model import Http, Topology
 from pdd.wire.keyfile import ensure_key, load_key
+from pdd.wire.tls import LinkTls
 
 _TOPOLOGY = "topology file (YAML)"
 Command = Callable[[argparse.Namespace], int]
@@ -71,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     talk = add("chat", "send one chat request and print the answer as it comes", _chat)
     talk.add_argument("--topology", required=True, type=Path, help=_TOPOLOGY)
     chat.add_arguments(talk)
+    soak.add_arguments(
+        add("soak", "run a toy cluster under traffic and faults; count wrong answers and leaks", soak.run)
+    )
     bench = add("bench", "measure: fabric, engine or serve; `pdd bench` alone says more", _bench)
     bench.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
@@ -85,6 +90,7 @@ def _daemon(args: argparse.Namespace) -> int:
     if args.end_with_parent:
         die_with_parent()
     key = load_key(topology.cluster.key_file)
+    tls = None if topology.cluster.tls is None else LinkTls(topology.cluster.tls)
     model = _packed(topology)
     check_shapes(topology, model)
     set_up_logs(args.log_level, node=args.node)
@@ -94,7 +100,7 @@ def _daemon(args: argparse.Namespace) -> int:
         return HttpServer(gateway, served, http=http, limits=topology.limits)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(Daemon(topology, args.node, model, key, make_http).run())
+        runner.run(Daemon(topology, args.node, model, key=key, tls=tls, make_http=make_http).run())
     return 0
 
 

@@ -43,6 +43,13 @@ class RequestTooLarge(BadRequest):
     code = "request_too_large"
 
 
+class UnsupportedMediaType(BadRequest):
+    """The body of a request is encoded in a way that is not taken."""
+
+    http_status = 415
+    code = "unsupported_media_type"
+
+
 class ContextTooLong(BadRequest):
     """Prompt and answer together are longer than a sequence may be."""
 
@@ -152,6 +159,12 @@ class ModelInvalid(OperatorError):
 
 class KeyFileInvalid(OperatorError):
     """The cluster key file is missing, too short, or readable by others."""
+
+    exit_code = 4
+
+
+class CertificateInvalid(OperatorError):
+    """A TLS certificate, its key or its authority is missing, open to others, or does not fit."""
 
     exit_code = 4
 

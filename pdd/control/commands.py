@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from time import sleep
 from typing import Any, TypeVar
 
 import msgspec
@@ -33,6 +34,8 @@ from pdd.wire.admin import (
 )
 
 Sockets = Mapping[str, Path]
+DRAIN_POLL_S = 0.2
+"""How often `drain --wait` looks."""
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 
 
@@ -160,14 +163,46 @@ def peers(sockets: Sockets) -> Answer:
     return Answer(data, _text([table(header, rows) if rows else "no peers"], replies), errors)
 
 
-def drain(sockets: Sockets, command: str) -> Answer:
-    """`drain` or `resume` of one node. Raises UsageError when it is not said which."""
+def drain(sockets: Sockets, wait: bool) -> Answer:
+    """One node takes no new requests; with `wait`, until it has none unfinished any more. Raises UsageError when it is
+    not said which node, RefusedError when somebody resumes it meanwhile."""
+    node, path = _only(sockets)
+    result = ask(path, AdminRequest(command="drain"), DrainResult)
+    if wait:
+        result = _wait_until_drained(node, path, result)
+    return _drained(node, result)
+
+
+def resume(sockets: Sockets) -> Answer:
+    """Takes requests again. Raises UsageError when it is not said which node."""
+    node, path = _only(sockets)
+    return _drained(node, ask(path, AdminRequest(command="resume"), DrainResult))
+
+
+def _wait_until_drained(node: str, path: Path, result: DrainResult) -> DrainResult:
+    told = None
+    while result.unfinished:
+        if result.unfinished != told:
+            told = result.unfinished
+            print(f"{node}: {told} unfinished", file=sys.stderr, flush=True)
+        sleep(DRAIN_POLL_S)
+        found = ask(path, AdminRequest(command="status"), Status)  # another `drain` would undo a resume
+        if not found.draining:
+            raise RefusedError(f"{node} was resumed with {found.unfinished} unfinished", "resumed")
+        result = DrainResult(draining=found.draining, unfinished=found.unfinished)
+    return result
+
+
+def _drained(node: str, result: DrainResult) -> Answer:
+    state = "takes no new requests" if result.draining else "takes requests"
+    return Answer(_with_node([(node, result)]), f"{node} {state}; {result.unfinished} unfinished")
+
+
+def _only(sockets: Sockets) -> tuple[str, Path]:
     if len(sockets) > 1:
         raise UsageError(f"say which node: --node {' | '.join(sockets)}")
     [(node, path)] = sockets.items()
-    result = ask(path, AdminRequest(command=command), DrainResult)
-    state = "takes no new requests" if result.draining else "takes requests"
-    return Answer(_with_node([(node, result)]), f"{node} {state}; {result.unfinished} unfinished")
+    return node, path
 
 
 def _ask_all(

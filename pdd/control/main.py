@@ -128,10 +128,9 @@ def _parser() -> argparse.ArgumentParser:
         subparser.add_argument("request", metavar="ID", help="a request id, or a beginning of one that is unique")
     add("kv", "who owns the KV pages", _asking(commands.kv))
     add("peers", "links to other daemons", _asking(commands.peers))
-    add("drain", "take no new requests and finish the running ones", _asking(commands.drain, "name")).set_defaults(
-        name="drain"
-    )
-    add("resume", "take requests again after a drain", _asking(commands.drain, "name")).set_defaults(name="resume")
+    drain = add("drain", "take no new requests and finish the running ones", _asking(commands.drain, "wait"))
+    drain.add_argument("--wait", action="store_true", help="return when nothing is unfinished: it may be stopped")
+    add("resume", "take requests again after a drain", _asking(commands.resume))
     return parser
 
 

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Awaitable, Callable
+import struct
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
 import msgspec
@@ -24,11 +25,20 @@ Answer = Callable[[AdminRequest], Awaitable[msgspec.Struct]]
 
 
 class AdminServer:
-    """Listens on a Unix socket that only its owner may use."""
+    """Listens on a Unix socket of which the mode lets only its owner connect; whoever connects all the same (through a
+    directory or a descriptor that was handed on) must be one of `uids`. `refused` hears of each that is not."""
 
-    def __init__(self, path: Path, answer: Answer) -> None:
+    def __init__(
+        self,
+        path: Path,
+        answer: Answer,
+        refused: Callable[[], None],
+        uids: Collection[int] = frozenset({0, os.geteuid()}),
+    ) -> None:
         self._path = path
         self._answer = answer
+        self._refused = refused
+        self._uids = uids
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -62,6 +72,10 @@ class AdminServer:
         assert task is not None
         self._connections.add(task)
         try:
+            if (uid := _peer_uid(writer)) not in self._uids:
+                log.warning("admin socket refused a process", uid=uid)
+                self._refused()
+                return
             while line := await reader.readline():
                 writer.write(msgspec.json.encode(await self._reply(line)) + b"\n")
                 await writer.drain()
@@ -86,6 +100,16 @@ class AdminServer:
             return AdminReply(error=AdminError(code="bad_request", message=str(error)))
         except PddError as error:
             return AdminReply(error=AdminError(code=error.code, message=str(error)))
+
+
+_CREDENTIALS = struct.Struct("3i")
+"""struct ucred of unix(7): pid, uid, gid, as they were when the peer connected."""
+
+
+def _peer_uid(writer: asyncio.StreamWriter) -> int:
+    sock: socket.socket = writer.get_extra_info("socket")
+    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(uid)
 
 
 def _answers(path: Path) -> bool:

@@ -47,13 +47,16 @@ class DecodeSide(Side[DecodeRequest]):
 
     # What frontends and operators ask.
 
-    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+    def submit(self, request: GenerateRequest, sink: Sink, reason: str = "") -> None:
         """Takes a request in. Raises BadRequest or QueueFull when it cannot be served; then nothing is kept."""
         if request.id in self.records:
             raise BadRequest(f"request {request.id} is running already", param="id")
-        self._replica.admission.enqueue(request.id, request.prompt, len(request.prompt))
+        max_tokens = request.sampling.max_tokens
+        self._replica.admission.enqueue(request.id, request.prompt, len(request.prompt), max_tokens)
         now_s = self.control.clock.now_s()
-        record = DecodeRequest(Machine(DECODE, request.id, now_s, "submitted"), self._replica.name, request, sink)
+        record = DecodeRequest(
+            Machine(DECODE, request.id, now_s, reason or "submitted"), self._replica.name, request, sink
+        )
         timeout_s = request.timeout_s or self._timeout_s
         record.deadline = asyncio.get_running_loop().call_later(timeout_s, self._deadline_passed, record, timeout_s)
         self.control.metrics.prompt_tokens.inc(len(request.prompt))
@@ -218,6 +221,7 @@ class DecodeSide(Side[DecodeRequest]):
         metrics = self.control.metrics
         if record.first_token_s is None or record.last_token_s is None:
             return
+        self._replica.admission.learn(record.num_output_tokens)
         metrics.e2e_request_latency.observe(record.last_token_s - record.machine.story[0].at_s)
         metrics.request_generation_tokens.observe(record.num_output_tokens)
         if record.num_output_tokens > 1:

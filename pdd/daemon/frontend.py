@@ -1,40 +1,71 @@
 """Where HTTP requests enter the cluster: picks a decode replica, here or on another node, and streams its outputs back.
 
-Local and remote replicas are asked with the same messages; to itself a node delivers them without a link.
+Local and remote replicas are asked with the same messages; to itself a node delivers them without a link. A request
+whose replica is lost before its first token is asked of another one: nobody has seen anything of it yet.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 
 import msgspec
+import structlog
 
-from pdd.base.errors import NoPath
+from pdd.base.clock import Clock
+from pdd.base.errors import GoingDown, NoPath, ReplicaFailed
 from pdd.base.ids import NodeName, ReplicaName, RequestId
 from pdd.daemon.balance import choose_decoder
+from pdd.daemon.metrics import Metrics
 from pdd.daemon.peers import PeerBook
 from pdd.lifecycle.events import error_info
-from pdd.lifecycle.request import GenerateRequest, TokenOutput
+from pdd.lifecycle.request import ErrorInfo, GenerateRequest, TokenOutput
 from pdd.topology.model import Role
 from pdd.wire import messages as wire
 
+log = structlog.get_logger(__name__)
+
 _DECODE_ROLES = frozenset({Role.DECODE.value, Role.COLOCATED.value})
+_LOST = frozenset(error.code for error in (NoPath, ReplicaFailed, GoingDown))
+"""What a replica answers that cannot serve the request, whatever the request is: another one may."""
 
 
 class _Stream(msgspec.Struct):
-    node: NodeName
-    replica: ReplicaName
+    request: GenerateRequest
+    deadline_s: float
     outputs: asyncio.Queue[TokenOutput]
+    asked: RequestId
+    """What the present replica calls it. Each attempt has an id of its own: the one before may still be draining."""
+    node: NodeName
+    tried: list[ReplicaName]
+    """The last of them is the present one."""
+    seen: bool = False
+    """The client has got a token: there is no way back."""
 
 
 class Frontend:
-    """The requests that came in over this node's HTTP port and have not ended."""
+    """The requests that came in over this node's HTTP port and have not ended. `retries`: how often one that has
+    streamed nothing is asked of another replica. `timeout_s`: the deadline of those that name none."""
 
-    def __init__(self, peers: PeerBook, send: Callable[[NodeName, wire.Message], bool]) -> None:
+    def __init__(
+        self,
+        peers: PeerBook,
+        send: Callable[[NodeName, wire.Message], bool],
+        *,
+        clock: Clock,
+        metrics: Metrics,
+        retries: int,
+        timeout_s: float,
+    ) -> None:
         self._peers = peers
         self._send = send
+        self._clock = clock
+        self._metrics = metrics
+        self._retries = retries
+        self._timeout_s = timeout_s
         self._streams: dict[RequestId, _Stream] = {}
+        self._asked: dict[RequestId, _Stream] = {}
+        """The same, by what their replicas call them."""
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -42,41 +73,73 @@ class Frontend:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenOutput, None]:
         """Yields outputs until one is `last`; closing it early cancels the request. Raises NoPath."""
         stream = self._open(request)
-        self._streams[request.id] = stream
         last = False
         try:
             while not last:
                 output = await stream.outputs.get()
+                if output.error is not None and self._move(stream, output.error):
+                    continue
                 last = output.last
-                yield output
+                stream.seen = stream.seen or bool(output.tokens)
+                yield msgspec.structs.replace(output, request=request.id)
         finally:
-            self._streams.pop(request.id, None)
+            del self._streams[request.id], self._asked[stream.asked]
             if not last:
-                self._send(stream.node, wire.Cancel(request=request.id, stopped=False))
+                self._send(stream.node, wire.Cancel(request=stream.asked, stopped=False))
 
     def stop(self, request: RequestId) -> None:
         """A stop string was found: success."""
         if stream := self._streams.get(request):
-            self._send(stream.node, wire.Cancel(request=request, stopped=True))
+            self._send(stream.node, wire.Cancel(request=stream.asked, stopped=True))
 
     def output(self, node: NodeName, output: TokenOutput) -> None:
-        stream = self._streams.get(output.request)
+        stream = self._asked.get(output.request)
         if stream is not None and stream.node == node:
             stream.outputs.put_nowait(output)
 
     def peer_down(self, node: NodeName, reason: str) -> None:
         """What it was decoding is lost."""
-        for request, stream in self._streams.items():
+        for asked, stream in self._asked.items():
             if stream.node == node:
                 error = NoPath(f"the link to decode node {node} was lost: {reason}")
-                stream.outputs.put_nowait(TokenOutput(request=request, error=error_info(error)))
+                stream.outputs.put_nowait(TokenOutput(request=asked, error=error_info(error)))
 
     def _open(self, request: GenerateRequest) -> _Stream:
-        candidates = self._peers.candidates(_DECODE_ROLES)
+        found = self._choose(request, [])
+        if found is None:
+            raise NoPath("no decode replica is reachable")
+        node, replica = found
+        if not self._send(node, wire.Submit(replica=replica, request=request)):
+            raise NoPath(f"the link to decode node {node} just went down")
+        deadline_s = self._clock.now_s() + (request.timeout_s or self._timeout_s)
+        stream = _Stream(request, deadline_s, asyncio.Queue(), request.id, node, [replica])
+        self._streams[request.id] = self._asked[request.id] = stream
+        return stream
+
+    def _move(self, stream: _Stream, error: ErrorInfo) -> bool:
+        """Asks another replica in the place of one that is lost; False where that is not possible or allowed."""
+        left_s = stream.deadline_s - self._clock.now_s()
+        if stream.seen or error.code not in _LOST or len(stream.tried) > self._retries or left_s <= 0:
+            return False
+        found = self._choose(stream.request, stream.tried)
+        if found is None:
+            return False
+        node, replica = found
+        asked = RequestId(f"{stream.request.id}~{len(stream.tried)}")
+        request = msgspec.structs.replace(stream.request, id=asked, timeout_s=left_s)
+        reason = f"{stream.tried[-1]} had it before: {error.message}"
+        if not self._send(node, wire.Submit(replica=replica, request=request, reason=reason)):
+            return False
+        log.warning("request moved", request=stream.request.id, moved_as=asked, to=replica, reason=reason)
+        self._metrics.requests_moved.labels(error.code).inc()
+        del self._asked[stream.asked]
+        self._asked[asked] = stream
+        stream.asked, stream.node = asked, node
+        stream.tried.append(replica)
+        return True
+
+    def _choose(self, request: GenerateRequest, tried: Collection[ReplicaName]) -> tuple[NodeName, ReplicaName] | None:
+        candidates = [it for it in self._peers.candidates(_DECODE_ROLES) if it.name not in tried]
         choice = choose_decoder(candidates, request.prompt)
         owner = self._peers.owner(choice.name) if choice else None
-        if choice is None or owner is None:
-            raise NoPath("no decode replica is reachable")
-        if not self._send(owner.node, wire.Submit(replica=choice.name, request=request)):
-            raise NoPath(f"the link to decode node {owner.node} just went down")
-        return _Stream(owner.node, choice.name, asyncio.Queue())
+        return (owner.node, choice.name) if choice and owner else None

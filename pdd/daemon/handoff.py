@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from functools import partial
 
 import structlog
 
@@ -21,8 +22,9 @@ from pdd.daemon.side import Control, Side
 from pdd.lifecycle import events as e
 from pdd.lifecycle.table import DecodeState
 from pdd.topology.model import Handoff as HandoffPolicy
-from pdd.topology.model import Role
+from pdd.topology.model import Role, Verify
 from pdd.transfer import events as transfer
+from pdd.transfer.digest import DigestPlan, target_digests
 from pdd.wire import messages as wire
 
 log = structlog.get_logger(__name__)
@@ -53,6 +55,10 @@ class Handoffs:
         seed = self._next_seed
         self._next_seed = (seed + 1) % 2**32
         record.handoff = Handoff(peer.node, peer.incarnation, choice.name, immediates[0])
+        if self._policy.verify is Verify.PAGES:
+            record.handoff.plan = DigestPlan(
+                source=source, target=self._replica.shape, seed=seed, start_token=start, num_tokens=num_tokens
+            )
         record.peer = choice.name
         record.attempts += 1
         lease_s = self._policy.lease_s
@@ -110,13 +116,16 @@ class Handoffs:
             num_nics=self._replica.messenger.num_nics,
             immediates=immediates,
             lease_s=self._policy.lease_s,
+            verify=record.handoff.plan is not None,
         )
 
     def stop(self, record: DecodeRequest) -> None:
         """Asks the prefiller to post nothing more. When the link is down, link_down fences it, which drains too."""
         handoff = record.handoff
         assert handoff is not None
-        if not handoff.stopping:
+        if handoff.arrived is not None:
+            self._discard(record)
+        elif not handoff.stopping:
             handoff.stopping = True
             self._control.send(handoff.node, wire.CancelPrefill(request=record.id, immediate=handoff.immediate))
 
@@ -184,6 +193,9 @@ class Handoffs:
                     self._side.feed(record, e.PrefillerAccepted(f"{node} took it in"))
             case wire.PrefillEnded():
                 self._prefill_ended(record, message)
+            case wire.PrefillDigests():
+                handoff.their_digests = message.digests
+                self._compare(record, handoff)
             case wire.PrefillRejected():
                 self._over(record, f"{handoff.prefiller} rejected it: {message.reason}")
                 self._replica.messenger.rejected(record.id, handoff.immediate)
@@ -216,7 +228,10 @@ class Handoffs:
         if record is None or record.handoff is None or record.handoff.immediate != event.immediate:
             return  # of a handoff whose request has ended here
         if isinstance(event, transfer.Arrived):
-            self._arrived(record, event)
+            if record.handoff.plan is None:
+                self._arrived(record, event)
+            else:
+                self._verify(record, record.handoff, record.handoff.plan, event)
         else:
             if record.machine.state in _IN_FLIGHT:  # our own port broke: nobody had to fail before
                 self._failed(record, "a fabric port of this replica failed")
@@ -224,6 +239,37 @@ class Handoffs:
             self._side.feed(
                 record, e.Drained("the peer's key is closed" if event.fenced else "all posted writes counted")
             )
+
+    def _verify(self, record: DecodeRequest, handoff: Handoff, plan: DigestPlan, event: transfer.Arrived) -> None:
+        """All pieces are in place: are they those that were sent?"""
+        if record.machine.state not in _IN_FLIGHT:
+            self._discard(record)
+            return
+        handoff.arrived = event
+        pages = self._lacking_pages(record)
+        self._replica.hash_pages(partial(target_digests, plan, pages), partial(self._hashed, record, handoff))
+
+    def _hashed(self, record: DecodeRequest, handoff: Handoff, digests: tuple[int, ...]) -> None:
+        handoff.our_digests = digests
+        self._compare(record, handoff)
+
+    def _compare(self, record: DecodeRequest, handoff: Handoff) -> None:
+        """Once both sides' digests are there, and if they are still of interest."""
+        ours, theirs = handoff.our_digests, handoff.their_digests
+        if record.handoff is not handoff or record.machine.state not in _IN_FLIGHT or ours is None or theirs is None:
+            return
+        assert handoff.arrived is not None  # else there were no digests of ours
+        if ours == theirs:
+            self._arrived(record, handoff.arrived)
+            return
+        self._control.metrics.handoffs.labels("corrupt").inc()
+        log.error("corrupt pages", request=record.id, prefiller=handoff.prefiller)
+        self._over(record, f"the pages that arrived differ from those that {handoff.prefiller} sent")
+
+    def _discard(self, record: DecodeRequest) -> None:
+        """All pieces are in place and none is wanted: nothing more can come."""
+        self._replica.messenger.forget(record.id)
+        self._side.feed(record, e.Drained("all pieces counted, and not used"))
 
     def _arrived(self, record: DecodeRequest, event: transfer.Arrived) -> None:
         record.num_computed = len(record.prompt) - 1

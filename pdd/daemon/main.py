@@ -18,7 +18,7 @@ from pdd.daemon.admin import AdminServer
 from pdd.daemon.gateway import Gateway
 from pdd.daemon.node import Node
 from pdd.daemon.rank import executor_configs
-from pdd.daemon.readiness import readiness
+from pdd.daemon.readiness import readiness, standstill
 from pdd.daemon.replica import Replica
 from pdd.daemon.service import Notifier, on_signals
 from pdd.daemon.supervisor import Supervisor
@@ -30,6 +30,7 @@ from pdd.topology.model import Replica as ReplicaConfig
 from pdd.topology.run_dir import make_run_dir
 from pdd.wire.admin import socket_path
 from pdd.wire.links import Links
+from pdd.wire.tls import LinkTls
 
 log = structlog.get_logger(__name__)
 
@@ -49,11 +50,21 @@ MakeHttp = Callable[[Gateway, Http], HttpService]
 class Daemon:
     """`run` is its whole life."""
 
-    def __init__(self, topology: Topology, name: NodeName, model: PackedModel, key: bytes, make_http: MakeHttp) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        name: NodeName,
+        model: PackedModel,
+        *,
+        key: bytes,
+        tls: LinkTls | None,
+        make_http: MakeHttp,
+    ) -> None:
         self._topology = topology
         self._name = name
         self._model = model
         self._key = key
+        self._tls = tls
         self._make_http = make_http
         self._notifier = Notifier()
         self._node = Node(topology, name, new_incarnation(), MonotonicClock())
@@ -82,7 +93,8 @@ class Daemon:
     async def _open(self, stack: AsyncExitStack) -> None:
         """Everything that listens; a busy port is found before a model is loaded."""
         node, config = self._node, self._topology.nodes[self._name]
-        admin = AdminServer(socket_path(make_run_dir(self._topology), self._name), partial(report.answer, node))
+        path = socket_path(make_run_dir(self._topology), self._name)
+        admin = AdminServer(path, partial(report.answer, node), node.metrics.admin_refused.inc)
         await admin.start()
         stack.push_async_callback(admin.stop)
         node.links = self._links()
@@ -109,6 +121,7 @@ class Daemon:
             heartbeat_s=cluster.heartbeat_s,
             silence_s=cluster.silence_s,
             user=self._node,
+            tls=self._tls,
         )
 
     async def _serve(self, stack: AsyncExitStack) -> None:
@@ -149,26 +162,30 @@ class Daemon:
     async def _drain(self) -> None:
         """Takes no new requests and lets the running ones end, for `limits.drain_s` at most."""
         node, drain_s = self._node, self._topology.limits.drain_s
-        node.draining = True
+        node.drain(True)
         self._notifier.stopping(drain_s)
         try:
             async with asyncio.timeout(drain_s):
                 unfinished = None
-                while num_running := sum(1 for _ in node.running()):
+                while num_running := node.num_unfinished:
                     if num_running != unfinished:
                         log.info("draining", unfinished=num_running)
                     unfinished = num_running
                     await asyncio.sleep(_DRAIN_POLL_S)
         except TimeoutError:
-            log.warning("requests did not end in time", drain_s=drain_s, unfinished=sum(1 for _ in node.running()))
+            log.warning("requests did not end in time", drain_s=drain_s, unfinished=node.num_unfinished)
             node.end_all(GoingDown(f"node {node.name} is going down; the request did not end within {drain_s:g} s"))
 
     async def _feed_watchdog(self) -> None:
-        """systemd hears from the event loop itself: when it is stuck, nothing is sent."""
+        """systemd hears from the event loop itself, and only while that and the executors make progress."""
         if not self._notifier.watchdog_s:
             return
         while True:
-            self._notifier.alive()
+            stuck = standstill(self._node)
+            if stuck is None:
+                self._notifier.alive()
+            else:
+                log.error("the watchdog is not fed", reason=stuck)
             await asyncio.sleep(self._notifier.watchdog_s / 3)
 
 

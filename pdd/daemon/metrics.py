@@ -57,6 +57,9 @@ class Metrics:
         self.stale_messages = counter("stale_messages", "Control messages for handoffs that were over", ("message",))
         self.preemptions = counter("preemptions", "Sequences that lost their pages to an older one")
         self.broken_invariants = counter("broken_invariants", "Contradictions in the daemon's own books: each is a bug")
+        self.requests_moved = counter(
+            "requests_moved", "Requests asked of another decode replica, by the first one's error", ("code",)
+        )
         self.replica_restarts = counter("replica_restarts", "Failed replicas that came up again", ("replica",))
         self.steps = counter("steps", "Steps run by executors", ("replica",))
         self.step_compute = seconds("step_compute_seconds", "Compute time of a step in the executor", ("role",))
@@ -65,6 +68,8 @@ class Metrics:
         self.prefix_cache_tokens = gauge(
             "prefix_cache_tokens", "Prompt tokens looked up in the prefix cache, and found", ("replica", "what")
         )
+        self.admin_refused = counter("admin_refused", "Processes of other users that were refused at the admin socket")
+        self.link_faults = gauge("link_faults", "Faults of control links since the start", ("kind",))
         self.peers_up = gauge("peers_up", "Control links that are up")
         self.ready = gauge("ready", "1 when the daemon can serve")
 

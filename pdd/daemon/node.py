@@ -53,12 +53,20 @@ class Node:
         """Replica sets: each is a replica to everyone but replica.py."""
         self.down: dict[ReplicaName, str] = {}
         """Replicas of this node that have failed, and why."""
-        self.frontend = Frontend(self.peers, self.send)
+        self.frontend = Frontend(
+            self.peers,
+            self.send,
+            clock=clock,
+            metrics=self.metrics,
+            retries=topology.handoff.retries,
+            timeout_s=topology.limits.timeout_s,
+        )
         self._decode: dict[ReplicaName, DecodeSide] = {}
         self._prefill: dict[ReplicaName, PrefillSide] = {}
         self._frontends: dict[RequestId, NodeName] = {}
         """Who asked for each request that is decoded here."""
         self._num_beats = 0
+        self._last_beat_s = self.started_s
         self._control = Control(
             clock=clock,
             metrics=self.metrics,
@@ -97,6 +105,23 @@ class Node:
     def side_of(self, replica: ReplicaSet) -> DecodeSide | PrefillSide:
         """What holds its requests."""
         return self._decode[replica.name] if replica.name in self._decode else self._prefill[replica.name]
+
+    @property
+    def late_s(self) -> float:
+        """How long the event loop's next heartbeat is overdue; negative when it is not due yet."""
+        return self.clock.now_s() - self._last_beat_s - self.topology.cluster.heartbeat_s
+
+    @property
+    def num_unfinished(self) -> int:
+        """What a drain waits for: requests of both sides, and answers that are streamed to clients."""
+        return sum(1 for _ in self.running()) + len(self.frontend)
+
+    def drain(self, draining: bool) -> None:
+        """Takes no new requests, or takes them again; the peers hear of it at once."""
+        self.draining = draining
+        load = self.load()
+        for peer in list(self.peers):
+            self.send(peer.node, load)
 
     def running(self) -> Iterator[Record]:
         """Requests that have not ended, of both sides."""
@@ -138,13 +163,14 @@ class Node:
                 self._prefill_asked(peer, incarnation, message)
             case wire.CancelPrefill():
                 self._prefill_cancelled(peer, message)
-            case wire.PrefillAccepted() | wire.PrefillRejected() | wire.PrefillEnded() | wire.PrefillStopped():
+            case _ if isinstance(message, wire.HandoffMessage):
                 self._handoff_news(peer, message)
             case _:
                 log.warning("unexpected message", peer=peer, message=type(message).__name__)
 
     def load(self) -> wire.Load:
         self._num_beats += 1
+        self._last_beat_s = self.clock.now_s()
         replicas = tuple(replica.load(self.draining) for replica in self.replicas.values())
         load = wire.Load(sequence=self._num_beats, replicas=replicas)
         self.peers.load(self.name, load)
@@ -226,7 +252,7 @@ class Node:
         request = message.request
         try:
             side = self._side_for(message)
-            side.submit(request, lambda output: self._answer(peer, output))
+            side.submit(request, lambda output: self._answer(peer, output), message.reason)
         except PddError as error:
             self.send(peer, wire.Output(output=TokenOutput(request=request.id, error=error_info(error))))
         else:

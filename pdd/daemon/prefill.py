@@ -7,6 +7,7 @@ that the C library sends every layer as soon as the executor has passed it. The 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from pdd.base.errors import BadTicket, PddError
 from pdd.base.ids import Incarnation, NodeName, RequestId
@@ -19,6 +20,7 @@ from pdd.lifecycle.events import Effect
 from pdd.lifecycle.machine import Machine
 from pdd.lifecycle.table import PREFILL, PrefillState
 from pdd.transfer import events as transfer
+from pdd.transfer.digest import DigestPlan, source_digests
 from pdd.wire import messages as wire
 
 
@@ -75,6 +77,7 @@ class PrefillSide(Side[PrefillJob]):
                 self._replica.schedule(record.prompt, record.id, None, record.allocation, record.num_cached_tokens)
             case Effect.STOP_WRITES:
                 self._replica.scheduler.remove(record.id)
+                record.hashing = False  # nobody will compare
                 if record.sent is not None:  # the last write ended before the step's report: nothing is left to stop
                     self._all_sent(record, record.sent)
                 else:
@@ -92,7 +95,7 @@ class PrefillSide(Side[PrefillJob]):
     def _allocate(self, job: PrefillJob) -> None:
         try:
             self._accept(job)
-            self._replica.admission.enqueue(job.id, job.prompt, len(job.prompt) - 1)
+            self._replica.admission.enqueue(job.id, job.prompt, len(job.prompt) - 1, 0)
         except PddError as error:
             self.feed(job, e.Rejected(str(error)))
             return
@@ -128,7 +131,34 @@ class PrefillSide(Side[PrefillJob]):
         )
         self.control.send(job.node, news)
         job.transfer.prefill_done_s = self.control.clock.now_s()
+        if job.ticket.verify and job.machine.state is PrefillState.PREFILLING:
+            self._hash(job)
         self.feed(job, e.PrefillDone(f"computed in {job.compute_s * 1e3:.0f} ms"))
+        if job.sent is not None:
+            self._all_sent(job, job.sent)
+
+    def _hash(self, job: PrefillJob) -> None:
+        """Tells the target what the pages hold, for it to compare. They stay ours until that is known."""
+        peer = self.control.peers.get(job.node)
+        info = peer.replicas.get(job.ticket.target_replica) if peer else None
+        if info is None:
+            return  # the decoder has taken the replica back: it is about to cancel
+        plan = DigestPlan(
+            source=self._replica.shape,
+            target=info.shape,
+            seed=job.ticket.seed,
+            start_token=job.ticket.start_token,
+            num_tokens=len(job.prompt) - 1,
+        )
+        job.hashing = True
+        self._replica.hash_pages(partial(source_digests, plan, job.allocation.pages), partial(self._hashed, job))
+
+    def _hashed(self, job: PrefillJob, digests: tuple[int, ...]) -> None:
+        if not job.hashing:
+            return  # it was stopped meanwhile
+        job.hashing = False
+        news = wire.PrefillDigests(request=job.id, immediate=job.ticket.immediates[0], digests=digests)
+        self.control.send(job.node, news)
         if job.sent is not None:
             self._all_sent(job, job.sent)
 
@@ -197,7 +227,7 @@ class PrefillSide(Side[PrefillJob]):
             self.feed(job, e.Stopped(f"{sum(event.num_pieces)} pieces posted: {event.reason}"))
 
     def _all_sent(self, job: PrefillJob, event: transfer.Sent) -> None:
-        if job.machine.state is PrefillState.PREFILLING:
+        if job.machine.state is PrefillState.PREFILLING or job.hashing:
             job.sent = event
             return
         num_pieces = sum(event.num_pieces)

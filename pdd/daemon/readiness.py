@@ -25,17 +25,27 @@ def readiness(node: Node) -> Readiness:
     return Readiness(True, f"{_without_prefiller(node)}: prompts are prefilled on the decoder")
 
 
+def standstill(node: Node) -> str | None:
+    """What makes no progress although it should: the event loop, or an executor that was not even replaced. None: all
+    is moving. A daemon of which this is true for long cannot help itself: the watchdog is not fed."""
+    limits, silence_s = node.topology.limits, node.topology.cluster.silence_s
+    if node.late_s > silence_s:  # by now our peers hold us for lost
+        return f"the node's event loop is late by {node.late_s:.1f} s"
+    for replica in node.replicas.values():
+        if _step_age_s(node, replica) > limits.step_s:
+            return f"replica {replica.name} has been in one step for {_step_age_s(node, replica):.0f} s"
+    return None
+
+
 def _obstacles(node: Node) -> Iterator[str]:
-    limits = node.topology.limits
     if node.draining:
         yield "draining: no new requests are taken"
     if node.starting:
         yield "replicas of this node are starting"
     for name, reason in node.down.items():
         yield f"replica {name} is down: {reason}"
-    for replica in node.replicas.values():
-        if _step_age_s(node, replica) > limits.step_s:
-            yield f"replica {replica.name} has been in one step for {_step_age_s(node, replica):.0f} s"
+    if stuck := standstill(node):
+        yield stuck
     if _hands_off(node) and not node.peers.candidates(_PREFILL_ROLES):
         if Role.PREFILL not in node.peers.seen_roles:
             yield f"{_without_prefiller(node)}; none has been since the start"

@@ -11,7 +11,8 @@ from pdd.base.ids import Immediate, Incarnation, NodeName, ReplicaName, RequestI
 from pdd.lifecycle.machine import Machine
 from pdd.lifecycle.request import GenerateRequest, TokenOutput
 from pdd.memory.pool import Allocation
-from pdd.transfer.events import Sent
+from pdd.transfer.digest import DigestPlan
+from pdd.transfer.events import Arrived, Sent
 from pdd.wire.messages import PrefillRequest
 
 Sink = Callable[[TokenOutput], None]
@@ -61,6 +62,12 @@ class Handoff(msgspec.Struct):
     immediate: Immediate
     stopping: bool = False
     """The prefiller knows that it is over (it said so, or it is gone): no cancel needs to be sent."""
+    plan: DigestPlan | None = None
+    """Where the pages are to be verified."""
+    arrived: Arrived | None = None
+    """Kept while they are."""
+    our_digests: tuple[int, ...] | None = None
+    their_digests: tuple[int, ...] | None = None
 
 
 class DecodeRequest(Record):
@@ -90,7 +97,10 @@ class PrefillJob(Record):
         self.peer = ticket.target_replica
         self.allocation = Allocation([], 0)
         self.sent: Sent | None = None
-        """Kept when the last write ends before the executor has reported the step that made it."""
+        """Kept when the last write ends before the executor has reported the step that made it, or before its pages
+        are hashed."""
+        self.hashing = False
+        """Its pages are being read for the target, which wants to verify them."""
         self.num_posted = (0,) * len(ticket.immediates)
         """Pieces that were posted to each target port, once the writes have ended."""
         self.compute_s = 0.0

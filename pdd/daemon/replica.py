@@ -47,6 +47,7 @@ class Replica:
         ranks: list[Rank],
         sets: list[ReplicaSet],
         work: asyncio.Event,
+        step_s: float,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
@@ -56,6 +57,7 @@ class Replica:
         self._parallel = config.parallel
         self._ranks = ranks
         self._work = work
+        self._step_s = step_s
         self._clock = clock
         self._metrics = metrics
 
@@ -86,7 +88,9 @@ class Replica:
             )
             for dp_rank in range(dp)
         ]  # fmt: skip
-        replica = cls(name, config, ranks=ranks, sets=sets, work=work, clock=clock, metrics=metrics)
+        replica = cls(
+            name, config, ranks=ranks, sets=sets, work=work, step_s=limits.step_s, clock=clock, metrics=metrics
+        )
         try:
             if config.role is not Role.COLOCATED:
                 hosts = port_hosts(config, host)
@@ -126,6 +130,8 @@ class Replica:
             await asyncio.gather(*ways, return_exceptions=True)
         cause = error.result()
         log.error("replica failed", replica=self.name, error=str(cause))
+        for rank in self._ranks:  # one that is stuck would not go by itself; the others may be waiting for it
+            rank.handle.kill()
         for one in self.sets:
             one.fail(cause)
         return cause
@@ -133,7 +139,7 @@ class Replica:
     async def stop(self) -> None:
         """Closes the ports before the memory that they may write to. Idempotent."""
         for one in self.sets:
-            one.close()
+            await one.close()
         await asyncio.gather(*(rank.close() for rank in self._ranks))
 
     async def _turn_for_ever(self, sets: list[ReplicaSet]) -> PddError:
@@ -168,7 +174,14 @@ class Replica:
         first = self.sets.index(one) * self._parallel.tp
         ranks = self._ranks[first : first + self._parallel.tp]
         one.step_started_s = self._clock.now_s()
-        done, *_ = await asyncio.gather(*(rank.handle.step(step) for rank in ranks))
+        try:
+            async with asyncio.timeout(self._step_s):
+                done, *_ = await asyncio.gather(*(rank.handle.step(step) for rank in ranks))
+        except TimeoutError:
+            raise ReplicaFailed(
+                f"step {step.number} of {one.name} took longer than limits.step_s ({self._step_s:g} s): an executor is "
+                f"stuck ({', '.join(f'pid {rank.handle.pid}' for rank in ranks)})"
+            ) from None
         one.step_started_s = None
         self._metrics.steps.labels(one.name).inc()
         self._metrics.step_compute.labels(self.role).observe(done.compute_s)
@@ -201,7 +214,7 @@ def _open_fabric(one: ReplicaSet, ranks: list[Rank], fabric: Fabric, hosts: tupl
         for host in chain.from_iterable(hosts):
             ports.append(LibfabricPort.open(fabric.provider, host, fabric.spin_us))  # noqa: PERF401
         one.gigabytes_per_s = measure(ports[0])
-        one.open_fabric(ports, MessengerGroup(one.shape, _messengers(one, ranks, ports)))
+        one.open_fabric(ports, MessengerGroup(one.shape, _messengers(one, ranks, ports)), [it.arena for it in ranks])
     except PddError:
         for port in ports:
             port.close()

@@ -7,7 +7,9 @@ sets of one replica may have to step together.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from collections.abc import Sequence as Several
+from contextlib import ExitStack
 from typing import Protocol
 
 from pdd.base.clock import Clock
@@ -21,14 +23,18 @@ from pdd.engine.scheduler import Scheduler
 from pdd.engine.sequence import Sequence
 from pdd.fabric.libfabric import LibfabricPort
 from pdd.lifecycle.request import SamplingParams
+from pdd.memory.arena import Arena
 from pdd.memory.pool import Allocation, PagePool
 from pdd.memory.shape import KvShape
 from pdd.topology.model import Replica as ReplicaConfig
-from pdd.topology.model import Role
 from pdd.transfer.events import PortBroken, TransferEvent
 from pdd.transfer.group import MessengerGroup
 from pdd.wire.admin import NicStatus
 from pdd.wire.messages import RankInfo, ReplicaInfo, ReplicaLoad
+
+Digesting = Several[memoryview]
+"""The arenas of a set, rank by rank, while they are hashed."""
+Digests = tuple[int, ...]
 
 
 class SetUser(Protocol):
@@ -80,17 +86,14 @@ class ReplicaSet:
         self._clock = clock
         self._work = work
         self._ports: tuple[LibfabricPort, ...] = ()
+        self._arenas: tuple[Arena, ...] = ()
         self._messenger: MessengerGroup | None = None
+        self._hashing: set[asyncio.Task[None]] = set()
         self._leaving: set[RequestId] = set()
         """Ended requests whose pages a running step still uses."""
         self._num_sequences = 0
         self.pool = PagePool(self.layout.num_pages, self.layout.page_tokens, config.prefix_cache)
-        self.admission = Admission(
-            self.pool,
-            max_sequences=config.max_sequences,
-            max_queue=max_queue,
-            growth_pages=0 if self.role is Role.PREFILL else 1,
-        )
+        self.admission = Admission(self.pool, max_sequences=config.max_sequences, max_queue=max_queue)
         self.scheduler = Scheduler(
             self.pool,
             num_layers=self.layout.num_layers,
@@ -98,9 +101,10 @@ class ReplicaSet:
             max_sequence_tokens=max_sequence_tokens,
         )
 
-    def open_fabric(self, ports: Several[LibfabricPort], messenger: MessengerGroup) -> None:
-        """From now on it can hand off or take over. The messenger owns the ports."""
+    def open_fabric(self, ports: Several[LibfabricPort], messenger: MessengerGroup, arenas: Several[Arena]) -> None:
+        """From now on it can hand off or take over. The messenger owns the ports; `arenas`: of each rank."""
         self._ports = tuple(ports)
+        self._arenas = tuple(arenas)
         self._messenger = messenger
         for fileno in messenger.filenos():
             asyncio.get_running_loop().add_reader(fileno, self.poll)
@@ -166,6 +170,16 @@ class ReplicaSet:
             else:
                 self.user.transferred(event)
 
+    def hash_pages(self, digests: Callable[[Digesting], Digests], then: Callable[[Digests], None]) -> None:
+        """Has `digests` read the ranks' arenas in a thread, and calls `then` with what it found."""
+
+        async def hashed() -> None:
+            then(await asyncio.to_thread(_over, self._arenas, digests))
+
+        task = asyncio.create_task(hashed())
+        self._hashing.add(task)
+        task.add_done_callback(self._hashing.discard)
+
     # For the replica's loop.
 
     def plan(self) -> StepPlan | None:
@@ -189,13 +203,14 @@ class ReplicaSet:
         self.failure = str(error)
         self.user.failed(error)
 
-    def close(self) -> None:
-        """Closes the ports, so that nothing writes to the ranks' memory any more. Idempotent."""
+    async def close(self) -> None:
+        """Closes the ports, so that nothing writes to the ranks' memory any more, and nothing reads it. Idempotent."""
         if self._messenger is not None:
             for fileno in self._messenger.filenos():
                 asyncio.get_running_loop().remove_reader(fileno)
             self._messenger.close()
             self._messenger, self._ports = None, ()
+        await asyncio.gather(*self._hashing)
 
     # What others may know.
 
@@ -248,3 +263,9 @@ class ReplicaSet:
             num_running=self.admission.num_admitted,
             queued_tokens=self.admission.num_waiting_tokens + self.scheduler.num_prefill_tokens,
         )
+
+
+def _over(arenas: Several[Arena], digests: Callable[[Digesting], Digests]) -> Digests:
+    """In a thread. No view outlives it, so that the arenas can be closed afterwards."""
+    with ExitStack() as views:
+        return digests([views.enter_context(arena.buffer()) for arena in arenas])

@@ -37,13 +37,14 @@ def status(node: Node) -> admin.Status:
         ready=state.ready,
         reason=state.reason,
         model=node.topology.model.name,
-        http=f"http://{http.host}:{http.port}" if http else None,
+        http=http.url if http else None,
         draining=node.draining,
+        unfinished=node.num_unfinished,
         replicas=(
             *(_replica(replica) for replica in node.replicas.values()),
             *(_down(node, name) for name in node.down if name not in node.replicas),
         ),
-        counters=counters(node.metrics),
+        counters=counters(node.metrics) | _link_faults(node),
     )
 
 
@@ -66,9 +67,16 @@ def counters(metrics: Metrics) -> dict[str, int]:
     return counted
 
 
+def _link_faults(node: Node) -> dict[str, int]:
+    faults = msgspec.structs.asdict(node.links.counters)
+    return {f"link_faults[{kind}]": number for kind, number in faults.items() if number}
+
+
 def refresh_gauges(node: Node) -> None:
     """Sets the gauges that are read off the state rather than kept up with it."""
     node.metrics.ready.set(readiness(node).ready)
+    for kind, number in msgspec.structs.asdict(node.links.counters).items():
+        node.metrics.link_faults.labels(kind).set(number)
     for replica in node.replicas.values():
         pool = replica.pool
         for use, num_pages in (
@@ -166,8 +174,8 @@ def _id(request: admin.AdminRequest) -> str:
 
 
 def _drain(node: Node, request: admin.AdminRequest) -> admin.DrainResult:
-    node.draining = request.command == "drain"
-    return admin.DrainResult(draining=node.draining, unfinished=sum(1 for _ in node.running()))
+    node.drain(request.command == "drain")
+    return admin.DrainResult(draining=node.draining, unfinished=node.num_unfinished)
 
 
 def _requests(node: Node) -> admin.Requests:

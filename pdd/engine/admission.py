@@ -2,6 +2,18 @@
 
 First come, first served, with one exception: where the first in line lacks pages, a few smaller requests may pass it,
 at most MAX_PASSES in all, so that it is delayed but never starved.
+
+Nobody is admitted to pages that running sequences are expected to need, so that those seldom push each other out. With
+the mean A of recent answers, a sequence whose prompt has p tokens and whose answer may have m is expected to hold
+
+    ceil((p + min(m, k A)) / page_tokens) pages in the end, where k > 0 is the least whole number for which that is
+    more than it has:
+
+an answer that has outlived the mean is as likely as any to go on for that long again.
+
+A request gets its pages when there are enough for its prompt and the growth of all, its own included. Growth is a guess
+and no right: it bars only new requests, and it never bars the first in line when nothing runs. So somebody always gets
+on.
 """
 
 from __future__ import annotations
@@ -25,35 +37,38 @@ NUM_RECENT = 32
 """Ends of requests that the rate is estimated from."""
 
 
+FIRST_ANSWER_TOKENS = 256
+"""The expected answer while nothing is known."""
+ANSWER_WEIGHT = 1 / 16
+"""Of the latest answer in the mean."""
+
+
 class Admitted(msgspec.Struct, frozen=True):
     request: RequestId
     allocation: Allocation
 
 
 class _Waiting:
-    __slots__ = ("num_passes", "num_tokens", "prompt", "request")
+    __slots__ = ("max_answer_tokens", "num_passes", "num_tokens", "prompt", "request")
 
-    def __init__(self, request: RequestId, prompt: tuple[int, ...], num_tokens: int) -> None:
+    def __init__(self, request: RequestId, prompt: tuple[int, ...], num_tokens: int, max_answer_tokens: int) -> None:
         self.request = request
         self.prompt = prompt
         self.num_tokens = num_tokens
+        self.max_answer_tokens = max_answer_tokens
         self.num_passes = 0
 
 
 class Admission:
-    """At most `max_sequences` requests hold a slot and pages; `max_queue` more may wait.
+    """At most `max_sequences` requests hold a slot and pages; `max_queue` more may wait."""
 
-    `growth_pages` for each admitted request stay available, so that running sequences can grow for a while before
-    they have to push each other out: 1 where tokens are sampled, 0 on a prefill replica.
-    """
-
-    def __init__(self, pool: PagePool, *, max_sequences: int, max_queue: int, growth_pages: int) -> None:
+    def __init__(self, pool: PagePool, *, max_sequences: int, max_queue: int) -> None:
         self._pool = pool
         self._max_sequences = max_sequences
         self._max_queue = max_queue
-        self._growth_pages = growth_pages
         self._line: dict[RequestId, _Waiting] = {}
-        self._admitted: set[RequestId] = set()
+        self._admitted: dict[RequestId, _Waiting] = {}
+        self._mean_answer_tokens = float(FIRST_ANSWER_TOKENS)
         self._recent_ends_s: deque[float] = deque(maxlen=NUM_RECENT)
 
     @property
@@ -68,9 +83,18 @@ class Admission:
     def num_waiting_tokens(self) -> int:
         return sum(waiting.num_tokens for waiting in self._line.values())
 
-    def enqueue(self, request: RequestId, prompt: tuple[int, ...], num_tokens: int) -> None:
+    @property
+    def mean_answer_tokens(self) -> float:
+        """A of the formula above."""
+        return self._mean_answer_tokens
+
+    def learn(self, num_answer_tokens: int) -> None:
+        """A request has been answered with so many tokens."""
+        self._mean_answer_tokens += ANSWER_WEIGHT * (num_answer_tokens - self._mean_answer_tokens)
+
+    def enqueue(self, request: RequestId, prompt: tuple[int, ...], num_tokens: int, max_answer_tokens: int) -> None:
         """Puts a request at the end of the line; it will get pages for the first `num_tokens` positions of `prompt`
-        (all of them, or all but the last on a prefill replica).
+        (all of them, or all but the last on a prefill replica) and grows by `max_answer_tokens` at most (0 there).
 
         Raises BadRequest when the whole pool would be too small, QueueFull when the line is full. Requests that find
         a free slot do not count as waiting, so `max_queue` may be 0.
@@ -91,7 +115,7 @@ class Admission:
                 f"at most {self._max_queue} may wait",
                 retry_after_s=self._retry_after_s(),
             )
-        self._line[request] = _Waiting(request, prompt, num_tokens)
+        self._line[request] = _Waiting(request, prompt, num_tokens, max_answer_tokens)
 
     def is_admitted(self, request: RequestId) -> bool:
         """Whether it holds a slot."""
@@ -109,7 +133,7 @@ class Admission:
         for waiting in list(islice(self._line.values(), LOOKAHEAD)):
             if len(self._admitted) >= self._max_sequences or any(w.num_passes >= MAX_PASSES for w in blocked):
                 break
-            reserve = wanted_pages + self._growth_pages * len(self._admitted)
+            reserve = wanted_pages + self._growth_pages(waiting)
             try:
                 allocation = self._pool.allocate(waiting.request, waiting.prompt, waiting.num_tokens, reserve)
             except OutOfPages:
@@ -118,7 +142,7 @@ class Admission:
             for passed in blocked:
                 passed.num_passes += 1
             del self._line[waiting.request]
-            self._admitted.add(waiting.request)
+            self._admitted[waiting.request] = waiting
             admitted.append(Admitted(waiting.request, allocation))
         return admitted
 
@@ -126,8 +150,26 @@ class Admission:
         """The admitted request has ended, however it ended. Its pages are the caller's business."""
         if request not in self._admitted:
             raise InvariantBroken(f"{request} gives back a slot that it does not have")
-        self._admitted.remove(request)
+        del self._admitted[request]
         self._recent_ends_s.append(now_s)
+
+    def _growth_pages(self, candidate: _Waiting) -> int:
+        """Pages that those who run are expected to need beyond theirs, and the candidate beyond its prompt."""
+        num_pages = self._pool.num_pages_for(candidate.num_tokens)
+        own = self._growth_of(candidate, num_pages)
+        if not self._admitted:
+            return min(own, self._pool.num_pages - num_pages)
+        held = self._pool.owners()
+        # One that holds nothing is on its way out, or has been preempted and waits for `wanted_pages`.
+        return own + sum(
+            self._growth_of(running, held[request]) for request, running in self._admitted.items() if request in held
+        )
+
+    def _growth_of(self, one: _Waiting, num_held: int) -> int:
+        mean_tokens = max(1, round(self._mean_answer_tokens))
+        num_means = max(1, -(-(num_held * self._pool.page_tokens + 1 - one.num_tokens) // mean_tokens))
+        answer_tokens = min(one.max_answer_tokens, num_means * mean_tokens)
+        return max(0, self._pool.num_pages_for(one.num_tokens + answer_tokens) - num_held)
 
     def _retry_after_s(self) -> float:
         """The mean time between recent ends: after about that long, one place in the line is free."""

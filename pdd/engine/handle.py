@@ -16,6 +16,8 @@ import structlog
 
 from pdd.base.errors import ModelInvalid, OperatorError, ReplicaFailed
 from pdd.engine.protocol import ExecutorConfig, ExecutorFailed, ExecutorReady, FromExecutor, Step, StepDone
+from pdd.memory.layout import KvLayout
+from pdd.memory.shape import KvShape
 
 log = structlog.get_logger(__name__)
 
@@ -84,13 +86,10 @@ class ExecutorHandle:
         try:
             self._writer.write(_frame(self._encoder.encode(step)))
             header = await self._reader.readexactly(4)
-            body = await self._reader.readexactly(_length(header))
-            message = msgspec.msgpack.decode(body, type=FromExecutor)
+            message = _decode(await self._reader.readexactly(_length(header)), self.name)
         except (OSError, asyncio.IncompleteReadError) as error:
             code = await self._exit_code()
             raise ReplicaFailed(f"executor {self.name} (pid {self.pid}) ended in step {step.number}: {code}") from error
-        except msgspec.DecodeError as error:
-            raise ReplicaFailed(f"executor {self.name} sent a malformed frame: {error}") from error
         if isinstance(message, ExecutorFailed):
             raise ReplicaFailed(f"executor {self.name}: {message.message}")
         if not isinstance(message, StepDone) or message.number != step.number:
@@ -100,6 +99,11 @@ class ExecutorHandle:
     async def wait_for_exit(self) -> str:
         """Returns how the process ended; for noticing a death between steps."""
         return _describe(await self._process.wait())
+
+    def kill(self) -> None:
+        """Ends it at once, stuck or stopped; `stop` still has to be called."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
 
     async def stop(self) -> None:
         """Closes the socket, which tells the executor to go; insists after a while. Idempotent."""
@@ -122,22 +126,41 @@ async def _receive_ready(sock: socket.socket, name: str, num_descriptors: int) -
     try:
         while len(data) < 4 or len(data) < 4 + _length(data[:4]):
             await _readable(sock)
-            chunk, received, _, _ = socket.recv_fds(sock, 1 << 16, num_descriptors)
+            try:
+                chunk, received, _, _ = socket.recv_fds(sock, 1 << 16, num_descriptors)
+            except OSError:  # it died with our words unread
+                chunk, received = b"", []
             descriptors += received
-            if not chunk:
+            if not chunk or len(descriptors) > num_descriptors:
                 raise ReplicaFailed(f"executor {name} ended before its model was loaded; its own message is above")
             data += chunk
-        message = msgspec.msgpack.decode(data[4:], type=FromExecutor)
+        message = _decode(data[4:], name)
         if isinstance(message, ExecutorFailed):
             kind = ModelInvalid if message.exit_code == ModelInvalid.exit_code else OperatorError
             raise kind(f"executor {name}: {message.message}")
         if not isinstance(message, ExecutorReady) or len(descriptors) != num_descriptors:
             raise ReplicaFailed(f"executor {name} began with {type(message).__name__}, {len(descriptors)} descriptors")
+        _check_layout(message.layout, name)
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
     return message, descriptors
+
+
+def _check_layout(layout: KvLayout, name: str) -> None:
+    problems = KvShape(tp=1, num_kv_heads=layout.num_kv_heads, layout=layout).problems()
+    if problems or layout.num_pages < 1:
+        reason = "; ".join(problems) or f"num_pages: {layout.num_pages} is below 1"
+        raise ReplicaFailed(f"executor {name} announced no arena that there can be: {reason}")
+
+
+def _decode(body: bytes | bytearray, name: str) -> FromExecutor:
+    """Raises ReplicaFailed: what an executor sends can end its replica, nothing more."""
+    try:
+        return msgspec.msgpack.decode(body, type=FromExecutor)
+    except (ValueError, RecursionError, OverflowError) as error:  # msgspec's errors are ValueErrors
+        raise ReplicaFailed(f"executor {name} sent a malformed frame: {error}") from error
 
 
 async def _readable(sock: socket.socket) -> None:

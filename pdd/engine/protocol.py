@@ -6,7 +6,10 @@ down, one `StepDone` up, strictly in turn. The executor owns the arena; `Executo
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from pdd.base.ids import SequenceId
 from pdd.lifecycle.request import SamplingParams, TokenLogprobs
@@ -88,7 +91,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):
     sequence: SequenceId
-    token: int
+    token: Annotated[int, Meta(ge=0, lt=2**31)]
     logprobs: TokenLogprobs | None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ssl
 import sys
 
 import aiohttp
@@ -12,6 +13,7 @@ import msgspec
 from pdd.base.errors import NoPath
 from pdd.http.keys import read_keys
 from pdd.topology.model import Http, Topology
+from pdd.wire.tls import pinned_context
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,13 +40,15 @@ def run(topology: Topology, args: argparse.Namespace) -> int:
     http = http_of(topology)
     keys = [] if http.api_key_file is None else read_keys(http.api_key_file)
     headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
-    return asyncio.run(_chat(f"http://{http.host}:{http.port}", headers, body))
+    trust = True if http.tls is None else pinned_context(http.tls.certificate_file)
+    return asyncio.run(_chat(http.url, trust, headers, body))
 
 
-async def _chat(url: str, headers: dict[str, str], body: dict[str, object]) -> int:
+async def _chat(url: str, trust: ssl.SSLContext | bool, headers: dict[str, str], body: dict[str, object]) -> int:
+    """`trust`: the context of an https URL; True, aiohttp's default, matters to no other."""
     try:
         async with (
-            aiohttp.ClientSession(headers=headers) as session,
+            aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(ssl=trust)) as session,
             session.post(f"{url}/v1/chat/completions", json=body) as response,
         ):
             if response.status != 200:

@@ -21,6 +21,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     retryable: bool
     param: str | None = None
     retry_after_s: float | None = None
+    allow: tuple[str, ...] = ()
+    """Methods that the path takes, where the request's is none of them."""
 
     def body(self) -> bytes:
         error = {"message": self.message, "type": self._type(), "param": self.param, "code": self.code}
@@ -33,6 +35,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s or 0)))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
+        if self.allow:
+            headers["Allow"] = ", ".join(self.allow)
         return headers
 
     def response(self) -> web.Response:
@@ -73,11 +77,10 @@ def fault_of(error: Exception) -> Fault:
 
 def _of_http_exception(error: web.HTTPException) -> Fault:
     """What aiohttp's router and body reader refuse."""
-    codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
+    codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
     messages = {
         404: "There is nothing at this path.",
         405: "This path does not take that method.",
-        415: "The body of a request must be JSON, with the header Content-Type: application/json.",
         413: f"The request's body is too large: {error.text}",
     }
     return Fault(
@@ -85,4 +88,5 @@ def _of_http_exception(error: web.HTTPException) -> Fault:
         message=messages.get(error.status, error.reason),
         code=codes.get(error.status, "invalid_request_error"),
         retryable=False,
+        allow=tuple(sorted(error.allowed_methods)) if isinstance(error, web.HTTPMethodNotAllowed) else (),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 CLIENT_CLOSED = 499
 """nginx's number for a client that went away before it had its answer."""
@@ -22,6 +22,14 @@ class HttpMetrics:
             "pdd:http_broken_streams",
             "Streams that ended with an error event after a status of 200",
             ("code",),
+            registry=self.registry,
+        )
+
+        self.http_connections = Gauge("pdd:http_connections", "Connections of clients now", registry=self.registry)
+        self.http_refused_connections = Counter(
+            "pdd:http_refused_connections",
+            "Connections that were closed unheard: too many at once, or no TLS where it is wanted",
+            ("why",),
             registry=self.registry,
         )
 

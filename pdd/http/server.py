@@ -18,10 +18,18 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from pdd.base.errors import AddressBusy, BadRequest, DeadlineExceeded, OperatorError
+from pdd.base.errors import (
+    AddressBusy,
+    BadRequest,
+    DeadlineExceeded,
+    OperatorError,
+    RequestTooLarge,
+    UnsupportedMediaType,
+)
 from pdd.http.answer import StreamedAnswer, WholeAnswer
+from pdd.http.connections import Connections
 from pdd.http.events import ClientGone, EventStream
-from pdd.http.faults import fault_of
+from pdd.http.faults import Fault, fault_of
 from pdd.http.keys import ApiKeys, read_keys
 from pdd.http.metrics import CLIENT_CLOSED, HttpMetrics
 from pdd.http.plan import Plan, ServedModel, plan_chat, plan_completion
@@ -31,6 +39,7 @@ from pdd.http.requests import ChatBody, CompletionBody, DetokenizeBody, Tokenize
 from pdd.http.sequences import Sequences
 from pdd.lifecycle.request import TokenOutput
 from pdd.topology.model import Http, Limits
+from pdd.wire.tls import https_context
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/metrics"})
 """What needs no API key: probes and scrapers have none."""
@@ -46,12 +55,13 @@ Outputs = AsyncGenerator[Item, None]
 
 
 class HttpServer:
-    """Serves one model. Raises KeyFileInvalid when the API key file is no good."""
+    """Serves one model. Raises KeyFileInvalid or CertificateInvalid when a file that the topology names is no good."""
 
     def __init__(self, generator: Generator, model: ServedModel, *, http: Http, limits: Limits) -> None:
         self._generator = generator
         self._model = model
         self._http = http
+        self._limits = limits
         self._keys = None if http.api_key_file is None else ApiKeys(read_keys(http.api_key_file))
         self._metrics = HttpMetrics()
         self._started_s = int(time.time())
@@ -62,17 +72,19 @@ class HttpServer:
         self._runner = web.AppRunner(
             self._app,
             handler_cancellation=True,  # a client that goes away cancels, also before the first token
-            auto_decompress=False,  # or a small body could grow beyond the limit while it is unpacked
-            access_log=None,
             shutdown_timeout=SHUTDOWN_S,
         )
+        self._tls = None if http.tls is None else https_context(http.tls)
+        self._connections: Connections | None = None
 
     async def start(self) -> None:
         """Listens. Raises AddressBusy when another process has the port, OperatorError for other faults of it."""
         await self._runner.setup()
+        assert self._runner.server is not None
+        self._connections = Connections(self._runner.server, self._tls, self._limits, self._metrics)
         where = f"{self._http.host}:{self._http.port}"
         try:
-            await web.TCPSite(self._runner, self._http.host, self._http.port).start()
+            await self._connections.listen(self._http.host, self._http.port)
         except OSError as error:
             await self.stop()
             if error.errno == errno.EADDRINUSE:
@@ -81,23 +93,27 @@ class HttpServer:
 
     async def stop(self) -> None:
         """Stops listening, gives running answers SHUTDOWN_S, then cancels them."""
+        if self._connections is not None:
+            await self._connections.stop_listening()
         await self._runner.cleanup()
+        if self._connections is not None:
+            await self._connections.closed()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def port(self) -> int:
         """The port that is listened on: the system's choice where the topology says 0."""
-        port: int = self._runner.addresses[0][1]
-        return port
+        assert self._connections is not None
+        return self._connections.port
 
     def _routes(self) -> list[web.RouteDef]:
         return [
             web.get("/v1/models", self._list_models),
             web.get("/v1/models/{model:.+}", self._show_model),
-            web.post("/v1/chat/completions", self._chat),
-            web.post("/v1/completions", self._complete),
-            web.post("/tokenize", self._tokenize),
-            web.post("/detokenize", self._detokenize),
+            web.post("/v1/chat/completions", expect_handler=self._expect, handler=self._chat),
+            web.post("/v1/completions", expect_handler=self._expect, handler=self._complete),
+            web.post("/tokenize", expect_handler=self._expect, handler=self._tokenize),
+            web.post("/detokenize", expect_handler=self._expect, handler=self._detokenize),
             web.get("/live", self._live),
             web.get("/ready", self._ready),
             web.get("/health", self._health),
@@ -120,12 +136,12 @@ class HttpServer:
         return response
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = read_body(await _read_fields(request), ChatBody)
+        body = read_body(await self._read_fields(request), ChatBody)
         self._model.check_name(body.model)
         return await self._answer(request, await self._in_thread(partial(plan_chat, body, self._model)))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        body = read_body(await _read_fields(request), CompletionBody)
+        body = read_body(await self._read_fields(request), CompletionBody)
         self._model.check_name(body.model)
         return await self._answer(request, await self._in_thread(partial(plan_completion, body, self._model)))
 
@@ -173,7 +189,7 @@ class HttpServer:
             await events.fail(fault)
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        fields = await _read_fields(request)
+        fields = await self._read_fields(request)
         if "messages" in fields:
             chat = read_body(fields, ChatBody)
             self._model.check_name(chat.model)
@@ -189,7 +205,7 @@ class HttpServer:
         return self._model.text.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        body = read_body(await _read_fields(request), DetokenizeBody)
+        body = read_body(await self._read_fields(request), DetokenizeBody)
         self._model.check_name(body.model or self._model.name)
         vocabulary = self._model.text.vocabulary
         check_token_ids(body.tokens, "tokens", vocabulary)
@@ -225,22 +241,50 @@ class HttpServer:
         headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         return web.Response(body=self._generator.metrics_text() + self._metrics.text(), headers=headers)
 
+    async def _read_fields(self, request: web.Request) -> dict[str, object]:
+        """The JSON object in the body."""
+        self._check_head(request)
+        try:
+            async with asyncio.timeout(READ_BODY_S):
+                raw = await request.read()
+        except TimeoutError:
+            raise DeadlineExceeded(f"The body of your request did not arrive within {READ_BODY_S:g} s.") from None
+        except (web.RequestPayloadError, ConnectionError) as error:
+            raise BadRequest(f"The body of your request broke off: {error}.") from error
+        return read_object(raw)
+
+    def _check_head(self, request: web.Request) -> None:
+        """What can be refused before the body comes. Its type must be said, because web pages of others can send any
+        other type here."""
+        if request.content_type != "application/json":
+            raise UnsupportedMediaType(
+                "The body of a request must be JSON, with the header Content-Type: application/json."
+            )
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise UnsupportedMediaType("The body of a request must not be compressed: leave Content-Encoding out.")
+        most, length = self._limits.max_body_bytes, request.content_length
+        if length is not None and length > most:
+            raise RequestTooLarge(f"The request's body is too large: {length} bytes, at most {most} are taken.")
+
+    async def _expect(self, request: web.Request) -> web.Response | None:
+        """A client that asks before it sends the body is told at once."""
+        if request.headers["Expect"].lower() != "100-continue":
+            return Fault(
+                status=417,
+                message="Expect: 100-continue is all that may be expected.",
+                code="invalid_request_error",
+                retryable=False,
+            ).response()
+        try:
+            self._check_head(request)
+        except BadRequest as error:
+            return fault_of(error).response()
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the answer has not begun
+        return None
+
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-
-async def _read_fields(request: web.Request) -> dict[str, object]:
-    """The JSON object in the body. Its type must say so, because web pages of others can send any other type here."""
-    if request.content_type != "application/json":
-        raise web.HTTPUnsupportedMediaType
-    try:
-        async with asyncio.timeout(READ_BODY_S):
-            raw = await request.read()
-    except TimeoutError:
-        raise DeadlineExceeded(f"The body of your request did not arrive within {READ_BODY_S:g} s.") from None
-    except (web.RequestPayloadError, ConnectionError) as error:
-        raise BadRequest(f"The body of your request broke off: {error}.") from error
-    return read_object(raw)
 
 
 def _json(value: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -51,11 +51,30 @@ class OnHandoffFailure(StrEnum):
     ERROR = "error"
 
 
+class Certificate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    certificate_file: Path
+    """PEM: the certificate, then those between it and its authority; relative to the topology file."""
+    key_file: Path
+    """PEM: its private key without a passphrase, mode 0600."""
+
+
+class ClusterTls(Certificate, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    ca_file: Path
+    """PEM: the authority that signed the certificates of all nodes; both ends of a link check against it."""
+
+
+class Verify(StrEnum):
+    NONE = "none"
+    PAGES = "pages"
+
+
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: NonEmpty = "pdd"
     """Daemons of different clusters refuse each other."""
     key_file: Path
     """Shared secret of all daemons, mode 0600; relative to the topology file. `pdd up` makes it when absent."""
+    tls: ClusterTls | None = None
+    """Certificate of the node that reads this; None: control links are not encrypted."""
     run_dir: Path | None = None
     """Where admin sockets live; None: $XDG_RUNTIME_DIR/pdd/<name>, or /tmp/pdd-<uid>/<name>."""
     heartbeat_s: Seconds = 0.5
@@ -88,9 +107,13 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     lease_s: Seconds = 60.0
     """A prefill that has not delivered by then is cancelled."""
     retries: Natural = 1
-    """Other attempts at a failed handoff before `on_failure` applies."""
+    """Other attempts at a failed handoff before `on_failure` applies; also at a request whose decoder is lost before
+    the first token."""
     on_failure: OnHandoffFailure = OnHandoffFailure.RECOMPUTE
     """recompute: the decoder prefills the prompt itself. error: the client gets one."""
+    verify: Verify = Verify.NONE
+    """pages: both sides hash each handoff's pages, and one whose hashes differ has failed. none: the fabric is trusted
+    with the bytes."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,11 +122,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     timeout_s: Seconds = 600.0
     """Deadline of a request that names none."""
     step_s: Seconds = 30.0
-    """A step that takes longer means that its executor is stuck: the node is not ready while it lasts."""
+    """A step that takes longer means that its executor is stuck: the replica fails and is started again."""
     drain_s: Seconds = 30.0
     """How long a daemon that was told to stop lets running requests go on."""
     max_body_bytes: Bytes = 8 * 1024 * 1024
     """Larger HTTP bodies get 413."""
+    max_connections: Positive = 4096
+    """HTTP connections to one node at once; further ones are closed."""
+    header_s: Seconds = 20.0
+    """A client that has not sent the whole head of its next request by then is disconnected."""
 
 
 class Http(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,6 +139,13 @@ class Http(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     port: Port
     api_key_file: Path | None = None
     """One key a line; None: no key is asked for."""
+    tls: Certificate | None = None
+    """None: HTTP is not encrypted."""
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'http' if self.tls is None else 'https'}://{host}:{self.port}"
 
 
 class Parallel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

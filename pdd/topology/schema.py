@@ -52,6 +52,8 @@ def _descriptions() -> dict[tuple[str, str], str]:
     for struct in ast.parse(inspect.getsource(model)).body:
         if not isinstance(struct, ast.ClassDef):
             continue
+        bases = {base.id for base in struct.bases if isinstance(base, ast.Name)}
+        found |= {(struct.name, field): text for (owner, field), text in found.items() if owner in bases}
         for statement, following in zip(struct.body, struct.body[1:], strict=False):
             match statement, following:
                 case ast.AnnAssign(target=ast.Name(id=field)), ast.Expr(value=ast.Constant(value=str(text))):

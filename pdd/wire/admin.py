@@ -75,6 +75,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     http: str | None
     draining: bool
+    unfinished: int
+    """Requests of both sides and streams to clients: what a drain waits for."""
     replicas: tuple[ReplicaStatus, ...]
     counters: dict[str, int]
     """Decisions and faults since the start: requests by end, handoffs by outcome, local prefills, strays, ..."""

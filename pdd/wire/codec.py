@@ -22,6 +22,8 @@ MAX_HANDSHAKE_FRAME_BYTES = 64 * 1024
 """Before the peer has proved that it holds the key."""
 
 _LENGTH_BYTES = 4
+_TLS_RECORDS = (b"\x16\x03", b"\x15\x03")
+"""How a handshake message and an alert of TLS begin (RFC 8446, 5.1)."""
 _encoder = msgspec.msgpack.Encoder()
 _any_message: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(AnyMessage)
 _handshake_message: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Hello | Proof | Refusal)
@@ -63,6 +65,8 @@ class Decoder:
         while len(self._buffer) >= _LENGTH_BYTES:
             num_bytes = int.from_bytes(self._buffer[:_LENGTH_BYTES], "little")
             if num_bytes > self._max_frame_bytes:
+                if self._buffer.startswith(_TLS_RECORDS):
+                    raise RemoteProtocolError("the other end speaks TLS: give both nodes `cluster.tls`, or neither")
                 raise RemoteProtocolError(f"a frame of {num_bytes} bytes; at most {self._max_frame_bytes} are taken")
             end = _LENGTH_BYTES + num_bytes
             if len(self._buffer) < end:

@@ -7,9 +7,10 @@
       <------------------------------  Proof
 
 Both send at once; the order above is not needed. A side stands in its own proof, so a reflected one is wrong; both
-nonces stand in both proofs, so a recorded one is wrong. After a Refusal the link is closed. The link is authenticated
-at its start, not encrypted: whoever can alter packets between two nodes can alter messages (use a trusted network or
-a tunnel).
+nonces stand in both proofs, so a recorded one is wrong. After a Refusal the link is closed. Over TLS (tls.py) both
+certificates stand in both proofs as well, so whoever ends TLS in between needs the cluster key, too (the idea of
+tls-server-end-point, RFC 5929). Without TLS the link is authenticated at its start and not encrypted: whoever can alter
+packets between two nodes can alter messages.
 
 Sans-I/O: `receive` takes a message and returns those to send. The shape of Hello is the same in all protocol versions,
 so that two versions can tell each other.
@@ -87,6 +88,11 @@ class Handshake:
         self.peer: Hello | None = None
         """The peer's hello: a mere claim until `done`."""
         self.done = False
+        self._certificates = (b"", b"")
+
+    def bind(self, own: bytes, peer: bytes) -> None:
+        """Over TLS, before anything is received: the certificates (DER) that the ends of this connection showed."""
+        self._certificates = (own, peer)
 
     def receive(self, message: Message) -> list[Message]:
         """Returns what to send now. Raises Refused, RefusedByPeer or RemoteProtocolError; the link is then over."""
@@ -102,7 +108,7 @@ class Handshake:
                 raise Refused(
                     RefusalCode.WRONG_KEY,
                     f"node {self.hello.node} and the node that calls itself {self.peer.node} have different cluster "
-                    "keys; copy the same key file to both",
+                    "keys (copy the same key file to both), or something between them ends their TLS",
                 )
             self.done = True
             return []
@@ -141,12 +147,17 @@ class Handshake:
         return "is dialed by"  # whoever connects learns no names
 
     def _mac(self, side: Side, peer: Hello) -> bytes:
-        dialer, acceptor = (self.hello, peer) if self._side is Side.DIALER else (peer, self.hello)
-        transcript = _DOMAIN + side.encode() + b"\0" + _canonical(dialer) + _canonical(acceptor)
+        own, other = (_canonical(self.hello), self._certificates[0]), (_canonical(peer), self._certificates[1])
+        dialer, acceptor = (own, other) if self._side is Side.DIALER else (other, own)
+        transcript = _DOMAIN + side.encode() + b"\0" + _joined(*dialer, *acceptor)
         return hmac.digest(self._key, transcript, hashlib.sha256)
 
 
 def _canonical(hello: Hello) -> bytes:
     """Every field with its length before it, so that no two hellos have the same bytes."""
     fields = (str(hello.protocol).encode(), hello.cluster.encode(), hello.node.encode(), hello.incarnation.encode())
-    return b"".join(len(field).to_bytes(4, "little") + field for field in (*fields, hello.nonce))
+    return _joined(*fields, hello.nonce)
+
+
+def _joined(*fields: bytes) -> bytes:
+    return b"".join(len(field).to_bytes(4, "little") + field for field in fields)

@@ -1,4 +1,4 @@
-"""One control link: a TCP connection between two daemons, from its first byte to its last.
+"""One control link: a TCP connection between two daemons, from its first byte to its last, over TLS where it has it.
 
 A Link is an asyncio protocol without any task of its own. Its owner (links.py) hears of it, in this order: `opened`,
 `established` once the handshake is done, `received` for each message, `lost` exactly once.
@@ -7,13 +7,15 @@ A Link is an asyncio protocol without any task of its own. Its owner (links.py) 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from typing import Protocol, cast
 
-from pdd.base.errors import PddError, RemoteProtocolError
+from pdd.base.errors import HandshakeRefused, PddError, RemoteProtocolError
 from pdd.base.ids import Incarnation, NodeName
 from pdd.wire.codec import Decoder, encode
 from pdd.wire.handshake import Handshake, Refused
 from pdd.wire.messages import Hello, Message, Proof, Refusal
+from pdd.wire.tls import Tls, explained, speaks_no_tls
 
 
 class LinkOwner(Protocol):
@@ -33,7 +35,7 @@ class LinkOwner(Protocol):
 
 
 class Link(asyncio.Protocol):
-    """`target`: the node that was dialed; None for an accepted connection."""
+    """`target`: the node that was dialed; None for an accepted connection. `tls`: None for a link in clear."""
 
     def __init__(
         self,
@@ -41,6 +43,7 @@ class Link(asyncio.Protocol):
         handshake: Handshake,
         *,
         target: NodeName | None,
+        tls: Tls | None,
         handshake_s: float,
         max_unsent_bytes: int,
     ) -> None:
@@ -48,11 +51,14 @@ class Link(asyncio.Protocol):
         self._handshake = handshake
         self._handshake_s = handshake_s
         self._max_unsent_bytes = max_unsent_bytes
+        self._tls = tls
         self._decoder = Decoder()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self.target = target
+        self.remote_host = ""
+        """The address that the connection came from or went to."""
         self.reason = ""
         """Why the link ends; the first reason counts."""
         self.fault: PddError | None = None
@@ -110,20 +116,26 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # its loop has set TCP_NODELAY
+        self.remote_host = str((transport.get_extra_info("peername") or ("",))[0])
         self._start_timer()
-        self._write(self._handshake.hello)
+        if self._tls is None:
+            self._write(self._handshake.hello)
+        elif self.target is not None:
+            self._read_tls(b"")
         self._owner.opened(self)
 
     def data_received(self, data: bytes) -> None:
         self.heard_s, self.quiet_beats = self._loop.time(), 0
         try:
-            for message in self._decoder.feed(data):
+            for message in self._decoder.feed(data if self._tls is None else self._read_tls(data)):
                 self._take(message)
                 if self.ending:
                     return
         except Refused as refused:
             self._write(refused.refusal)
             self.finish(f"refused: {refused}", refused)
+        except ssl.SSLError as error:
+            self._tls_failed(error)
         except PddError as error:
             self.end(str(error), error)
 
@@ -147,9 +159,31 @@ class Link(asyncio.Protocol):
             self._decoder.authenticated()
             self._owner.established(self)
 
+    def _read_tls(self, data: bytes) -> bytes:
+        """What the peer sent in these bytes. Raises ssl.SSLError; then an alert is on its way to the peer."""
+        assert self._tls is not None
+        assert self._transport is not None
+        was_up = self._tls.up
+        try:
+            return self._tls.receive(data)
+        finally:
+            self._transport.write(self._tls.outgoing())
+            if self._tls.up and not was_up:
+                self._handshake.bind(self._tls.certificate, self._tls.peer_certificate)
+                self._write(self._handshake.hello)
+
+    def _tls_failed(self, error: ssl.SSLError) -> None:
+        assert self._tls is not None
+        assert self._transport is not None
+        text = explained(error, self._tls.authority)
+        if speaks_no_tls(error):  # so it cannot read the alert, but this
+            self._transport.write(encode(Refusal(code="tls", reason="this node wants TLS: give both `cluster.tls`")))
+        self.finish(text, RemoteProtocolError(text) if self.authenticated else HandshakeRefused(text))
+
     def _write(self, message: Message) -> bool:
         assert self._transport is not None
-        self._transport.write(encode(message))
+        frame = encode(message)
+        self._transport.write(frame if self._tls is None else self._tls.send(frame))
         unsent_bytes = self._transport.get_write_buffer_size()
         if unsent_bytes > self._max_unsent_bytes:
             self.end(f"the peer does not read: {unsent_bytes} bytes wait for it")

@@ -22,6 +22,7 @@ from pdd.wire.admin import PeerRow
 from pdd.wire.handshake import Handshake, RefusedByPeer, Side
 from pdd.wire.link import Link
 from pdd.wire.messages import Announce, Load, Message
+from pdd.wire.tls import LinkTls
 
 log = structlog.get_logger(__name__)
 
@@ -79,7 +80,8 @@ class _Peer(msgspec.Struct):
 
 class Links:
     """`peers`: every other node and the address of its control port. `dial`: those that this node connects to; the
-    others connect to it (the node that is earlier in the topology dials). Port 0 takes any free one."""
+    others connect to it (the node that is earlier in the topology dials). Port 0 takes any free one. `tls`: None for
+    links in clear; a node with it and one without refuse each other."""
 
     def __init__(
         self,
@@ -95,6 +97,7 @@ class Links:
         heartbeat_s: float,
         silence_s: float,
         user: LinkUser,
+        tls: LinkTls | None = None,
         handshake_s: float = HANDSHAKE_S,
         max_unsent_bytes: int = MAX_UNSENT_BYTES,
     ) -> None:
@@ -107,6 +110,7 @@ class Links:
         self._heartbeat_s = heartbeat_s
         self._silence_s = silence_s
         self._user = user
+        self._tls = tls
         self._handshake_s = handshake_s
         self._max_unsent_bytes = max_unsent_bytes
         self._peers = {
@@ -232,7 +236,11 @@ class Links:
         if peer is not None and peer.link is None:
             self._note(link.peer, "refused" if isinstance(link.fault, HandshakeRefused) else "connecting", link.reason)
         elif link.fault is not None:
-            log.warning("bad_handshake", reason=link.reason)
+            log.warning("bad_handshake", host=link.remote_host, reason=link.reason)
+            for name in self._may_dial_us:  # one of those at this address, perhaps
+                peer = self._peers[name]
+                if peer.link is None and peer.address[0] == link.remote_host:
+                    self._note(name, "connecting", f"a connection from its address failed: {link.reason}")
 
     # Inside.
 
@@ -265,7 +273,12 @@ class Links:
             expected=expected,
         )
         return Link(
-            self, handshake, target=target, handshake_s=self._handshake_s, max_unsent_bytes=self._max_unsent_bytes
+            self,
+            handshake,
+            target=target,
+            tls=None if self._tls is None else self._tls.end(side),
+            handshake_s=self._handshake_s,
+            max_unsent_bytes=self._max_unsent_bytes,
         )
 
     async def _dial(self, name: NodeName) -> None:

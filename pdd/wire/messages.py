@@ -5,7 +5,7 @@ A link first exchanges `Hello`, `Proof` and (when both fit) `Announce` (see link
     frontend -> decoder      Submit, Cancel
     decoder  -> frontend     Output
     decoder  -> prefiller    Grant (once a link), PrefillRequest, CancelPrefill
-    prefiller -> decoder     PrefillAccepted | PrefillRejected, PrefillEnded, PrefillStopped
+    prefiller -> decoder     PrefillAccepted | PrefillRejected, PrefillEnded, PrefillDigests, PrefillStopped
     both                     Load with each heartbeat
 """
 
@@ -14,12 +14,13 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from pdd.base.ids import Immediate, Incarnation, NodeName, PageId, ReplicaName, RequestId
 from pdd.lifecycle.request import GenerateRequest, TokenOutput
 from pdd.memory.shape import KvShape
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised with every change that an older daemon would misread."""
 
 
@@ -96,6 +97,8 @@ class Load(Message, frozen=True):
 class Submit(Message, frozen=True):
     replica: ReplicaName
     request: GenerateRequest
+    reason: str = ""
+    """Why it is asked again, of another replica; empty for the first attempt."""
 
 
 class Output(Message, frozen=True):
@@ -137,12 +140,14 @@ class PrefillRequest(Message, frozen=True):
     """First position that the target lacks; a multiple of its page_tokens."""
     target_pages: tuple[PageId, ...]
     """The same pages on every target rank."""
-    num_nics: int
+    num_nics: Annotated[int, Meta(ge=1)]
     """Of each target rank."""
-    immediates: Annotated[tuple[Immediate, ...], msgspec.Meta(min_length=1)]
+    immediates: Annotated[tuple[Immediate, ...], Meta(min_length=1)]
     """For each NIC of each target rank (rank by rank) the count that it has armed; the first names the handoff in every
     other message."""
     lease_s: float
+    verify: bool = False
+    """The target wants `PrefillDigests`."""
 
 
 class PrefillAccepted(Message, frozen=True):
@@ -168,6 +173,14 @@ class PrefillEnded(Message, frozen=True):
     compute_s: float
 
 
+class PrefillDigests(Message, frozen=True):
+    """What the pages hold at the source, for each leg of the plan: the target compares. See transfer/digest.py."""
+
+    request: RequestId
+    immediate: Immediate
+    digests: tuple[int, ...]
+
+
 class CancelPrefill(Message, frozen=True):
     request: RequestId
     immediate: Immediate
@@ -183,7 +196,7 @@ class PrefillStopped(Message, frozen=True):
     reason: str
 
 
-HandoffMessage = PrefillAccepted | PrefillRejected | PrefillEnded | PrefillStopped
+HandoffMessage = PrefillAccepted | PrefillRejected | PrefillEnded | PrefillDigests | PrefillStopped
 """What a prefiller says about a ticket to the decoder that sent it."""
 
 AnyMessage = (
@@ -200,6 +213,7 @@ AnyMessage = (
     | PrefillAccepted
     | PrefillRejected
     | PrefillEnded
+    | PrefillDigests
     | CancelPrefill
     | PrefillStopped
 )

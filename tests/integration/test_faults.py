@@ -16,38 +16,22 @@ from typing import Any
 
 import aiohttp
 import pytest
-from cluster import TOY_MODEL, Cluster, MakeCluster, colocated, eventually, free_ports, prefill_and_decode
-
-HANDOFF_ALL = {"local_prefill_tokens": 0}
-
-
-def prompt(num_tokens: int, seed: int = 0) -> list[int]:
-    return [(7 * seed + 13 * position + position // 250) % 250 for position in range(num_tokens)]
-
-
-@pytest.fixture
-def slow_toy(tmp_path: Path) -> Path:
-    """A toy whose layers take long enough for a test to see a request in each state."""
-    directory = tmp_path / "slow-toy"
-    shutil.copytree(TOY_MODEL, directory)
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "toy_layer_seconds": 0.03}))
-    return directory
-
-
-async def state_of(cluster: Cluster, node: str) -> dict[str, str]:
-    """State of each request that has not ended, by side."""
-    rows = (await cluster.ask(node, "requests"))["requests"]
-    return {
-        row["side"]: row["state"] for row in rows if row["state"] not in ("finished", "cancelled", "failed", "sent")
-    }
-
-
-async def wait_for_state(cluster: Cluster, state: str) -> None:
-    async def reached() -> bool:
-        return (await state_of(cluster, "decode0")).get("decode") == state
-
-    await eventually(reached, 20.0, lambda: f"no request was ever seen {state}")
+from cluster import (
+    HANDOFF_ALL,
+    TOY_MODEL,
+    Cluster,
+    MakeCluster,
+    children_of,
+    colocated,
+    counters,
+    eventually,
+    free_ports,
+    prefill_and_decode,
+    probe,
+    prompt,
+    state_of,
+    wait_for_state,
+)
 
 
 async def stream(cluster: Cluster, ids: list[int], max_tokens: int) -> None:
@@ -55,16 +39,6 @@ async def stream(cluster: Cluster, ids: list[int], max_tokens: int) -> None:
     async with cluster.session.post(f"{cluster.url}/v1/completions", json=body) as response:
         async for _ in response.content:
             pass
-
-
-async def counters(cluster: Cluster, node: str = "decode0") -> dict[str, int]:
-    found: dict[str, int] = (await cluster.ask(node, "status"))["counters"]
-    return found
-
-
-async def probe(cluster: Cluster) -> None:
-    answer = await cluster.complete(prompt(40, seed=99), max_tokens=2, ignore_eos=True)
-    assert answer["usage"]["completion_tokens"] == 2
 
 
 @pytest.mark.parametrize("state", ["queued", "prefilling", "decoding"])
@@ -356,11 +330,6 @@ async def throw(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, garb
     writer.close()
     with contextlib.suppress(ConnectionError):
         await writer.wait_closed()
-
-
-def children_of(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in text.split()]
 
 
 async def test_a_node_that_only_serves_http_hands_requests_to_a_decoder_elsewhere(make_cluster: MakeCluster) -> None:

@@ -116,7 +116,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         chunk_tokens=st.sampled_from([8, 12, 16, 3]),
         prefill_role=st.booleans(),
-        growth_pages=st.integers(0, 1),
     )
     def build(
         self,
@@ -125,10 +124,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache: bool,
         chunk_tokens: int,
         prefill_role: bool,
-        growth_pages: int,
     ) -> None:
         self.pool = PagePool(num_pages, page_tokens, prefix_cache)
-        self.admission = Admission(self.pool, max_sequences=4, max_queue=6, growth_pages=growth_pages)
+        self.admission = Admission(self.pool, max_sequences=4, max_queue=6)
         self.max_sequence_tokens = num_pages * page_tokens
         self.scheduler = Scheduler(
             self.pool, num_layers=NUM_LAYERS, chunk_tokens=chunk_tokens, max_sequence_tokens=self.max_sequence_tokens
@@ -157,7 +155,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(self, prompt: list[int], sampling: SamplingParams) -> None:
         request = RequestId(f"r{next(self.ids)}")
         try:
-            self.admission.enqueue(request, tuple(prompt), len(prompt) - self.prefill_role)
+            most = 0 if self.prefill_role else sampling.max_tokens
+            self.admission.enqueue(request, tuple(prompt), len(prompt) - self.prefill_role, most)
         except BadRequest:
             assert len(prompt) > self.max_sequence_tokens
         except QueueFull:
@@ -241,6 +240,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     if finish is not None:
                         prompt, sampling = self.asked[request]
                         assert self.output[request] == answer(prompt, sampling, self.max_sequence_tokens)
+                        self.admission.learn(len(self.output[request]))
                         self.end(request)
                 case PrefillComputed(request=request):
                     assert self.sent[request] == len(self.asked[request][0]) - 1

@@ -144,6 +144,7 @@ def status(node: str) -> Status:
         model="toy",
         http="127.0.0.1:8000",
         draining=False,
+        unfinished=0,
         replicas=(replica,),
         counters={"local_prefills": 3, "strays": 0},
     )
@@ -308,6 +309,41 @@ def test_drain_needs_one_node(start: Start, capsys: pytest.CaptureFixture[str]) 
     assert main(["resume", "--node", "a"]) == 0
     assert [request.command for request in daemon.asked] == ["drain", "resume"]
     assert main(["drain", "--node", "c"]) == 2
+
+
+def unfinished(*numbers: int, draining: bool = True) -> Answers:
+    """One of these numbers for each question."""
+    left = list(numbers)
+
+    def answer(request: AdminRequest) -> AdminReply:
+        now = left.pop(0)
+        if request.command == "drain":
+            return AdminReply(result=msgspec.to_builtins(DrainResult(draining=True, unfinished=now)))
+        found = msgspec.structs.replace(status("a"), draining=draining, unfinished=now)
+        return AdminReply(result=msgspec.to_builtins(found))
+
+    return answer
+
+
+def test_drain_waits_until_nothing_is_unfinished(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    daemon = start("a", unfinished(3, 3, 1, 0))
+    assert main(["drain", "--wait", "--node", "a"]) == 0
+    output = capsys.readouterr()
+    assert output.err == "a: 3 unfinished\na: 1 unfinished\n"
+    assert output.out == "a takes no new requests; 0 unfinished\n"
+    assert [request.command for request in daemon.asked] == ["drain", "status", "status", "status"]
+
+
+def test_a_drain_that_waits_for_nothing_asks_once(start: Start) -> None:
+    daemon = start("a", unfinished(0))
+    assert main(["drain", "--wait", "--node", "a"]) == 0
+    assert len(daemon.asked) == 1
+
+
+def test_a_drain_that_is_undone_meanwhile_has_failed(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    start("a", unfinished(2, 1, draining=False))
+    assert main(["drain", "--wait", "--node", "a"]) == 1
+    assert "a was resumed with 1 unfinished" in capsys.readouterr().err
 
 
 def test_a_refusal_is_exit_code_1(start: Start, capsys: pytest.CaptureFixture[str]) -> None:

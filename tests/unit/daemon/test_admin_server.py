@@ -8,6 +8,9 @@ import json
 import os
 import socket
 import stat
+import subprocess
+import sys
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -28,10 +31,14 @@ async def answer(request: AdminRequest) -> msgspec.Struct:
     return DrainResult(draining=True, unfinished=3)
 
 
+def nobody() -> None:
+    raise AssertionError("a process of our own was refused")
+
+
 @pytest.fixture
 async def path(tmp_path: Path) -> AsyncIterator[Path]:
     path = tmp_path / "run" / "node0.sock"
-    server = AdminServer(path, answer)
+    server = AdminServer(path, answer, nobody)
     await server.start()
     yield path
     await server.stop()
@@ -77,11 +84,56 @@ async def test_an_endless_line_ends_the_connection_and_nothing_else(path: Path) 
 
 async def test_a_living_daemon_keeps_its_socket_and_a_dead_one_loses_it(path: Path, tmp_path: Path) -> None:
     with pytest.raises(AddressBusy, match="another daemon"):
-        await AdminServer(path, answer).start()
+        await AdminServer(path, answer, nobody).start()
     dead = tmp_path / "dead.sock"
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(dead))
-    server = AdminServer(dead, answer)
+    server = AdminServer(dead, answer, nobody)
     await server.start()
     assert (await ask(dead, b'{"command": "drain"}'))[0]["error"] is None
     await server.stop()
+
+
+async def test_only_the_uids_that_may_are_answered(tmp_path: Path) -> None:
+    refused: list[None] = []
+    server = AdminServer(tmp_path / "a.sock", answer, lambda: refused.append(None), uids=(os.geteuid() + 1,))
+    await server.start()
+    for _ in range(2):
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "a.sock")
+        writer.write(b'{"command": "drain"}\n')
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+    assert len(refused) == 2
+    await server.stop()
+
+
+ASK = """
+import os, socket, sys
+os.setgid(65534)
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX) as sock:
+    sock.connect(sys.argv[1])
+    try:
+        sock.sendall(b'{"command": "drain"}\\n')
+        answer = sock.recv(1000)
+    except (BrokenPipeError, ConnectionResetError):
+        answer = b""
+    sys.exit(bool(answer))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can run a process of another user")
+async def test_a_process_of_another_user_is_refused_even_where_modes_let_it_in() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        path = Path(name) / "a.sock"
+        refused: list[None] = []
+        server = AdminServer(path, answer, lambda: refused.append(None))
+        await server.start()
+        path.chmod(0o666)
+        command = [sys.executable, "-S", "-c", ASK, str(path)]
+        asked = await asyncio.to_thread(subprocess.run, command, check=False)
+        assert asked.returncode == 0
+        assert len(refused) == 1
+        await server.stop()

@@ -215,7 +215,8 @@ async def test_a_compressed_body_is_not_unpacked(serve: Serve) -> None:
     headers = {"Content-Type": "application/json", "Content-Encoding": "deflate"}
     bomb = zlib.compress(b'{"model": "m", "prompt": "' + b"x" * 10**7 + b'"}')
     async with served.client.post("/v1/completions", data=bomb, headers=headers) as response:
-        assert response.status == 400
+        assert response.status == 415
+        assert (await response.json())["error"]["code"] == "unsupported_media_type"
     assert served.generator.requests == []
 
 

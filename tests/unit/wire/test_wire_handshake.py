@@ -8,7 +8,7 @@ import pytest
 from pdd.base.errors import RemoteProtocolError
 from pdd.base.ids import NodeName, RequestId, new_incarnation
 from pdd.wire.handshake import Handshake, Refused, RefusedByPeer, Side
-from pdd.wire.messages import Cancel, Hello, Proof, Refusal
+from pdd.wire.messages import PROTOCOL, Cancel, Hello, Proof, Refusal
 
 KEY = b"k" * 32
 A, B = NodeName("a"), NodeName("b")
@@ -37,7 +37,7 @@ def test_two_sides_with_one_key() -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [
-        ({"protocol": 99}, "protocol", ["1", "99"]),
+        ({"protocol": 99}, "protocol", [str(PROTOCOL), "99"]),
         ({"cluster": "prod"}, "cluster", ["'test'", "'prod'"]),
         ({"node": B}, "own_name", ["'b'"]),
         ({"node": NodeName("mallory")}, "unexpected_node", ["'mallory'", "b"]),

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
+import random
+import shutil
 import signal
 import socket
 import sys
@@ -20,19 +24,22 @@ import yaml
 
 from pdd.wire.admin import AdminReply, AdminRequest
 
-TOY_MODEL = Path(__file__).parents[2] / "topology" / "toy-model"
+TOY_MODEL = Path(__file__).parents[1] / "topology" / "toy-model"
 START_S = 60.0
 SETTLE_S = 20.0
+HANDOFF_ALL = {"local_prefill_tokens": 0}
+ENDED = ("finished", "cancelled", "failed", "sent")
 
 
 def free_ports(num: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    sockets = [socket.socket() for _ in range(num)]
-    for sock in sockets:
-        sock.bind(("127.0.0.1", 0))
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
+    """Ports that were free a moment ago, from below those that the system gives to outgoing connections: one of those
+    could take the port of a daemon that is being restarted."""
+    ports: list[int] = []
+    while len(ports) < num:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports += [port] if port not in ports else []
     return ports
 
 
@@ -75,8 +82,10 @@ class Cluster:
             key.touch(mode=0o600)
             key.write_text("k" * 64)
         self.daemons: dict[str, asyncio.subprocess.Process] = {}
-        http = next(node["http"]["port"] for node in nodes.values() if "http" in node)
-        self.url = f"http://127.0.0.1:{http}"
+        http = next(node["http"] for node in nodes.values() if "http" in node)
+        self.url = f"http://{http.get('host', '127.0.0.1')}:{http['port']}"
+        self.within: dict[str, list[str]] = {}
+        """Commands that daemons are started with, such as `ip netns exec NAME`."""
         self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60))
 
     async def start(self, *names: str) -> None:
@@ -84,7 +93,8 @@ class Cluster:
             log = (self.directory / f"{name}.log").open("ab")
             with log:
                 self.daemons[name] = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "pdd", "daemon", "--topology", str(self.file), "--node", name,
+                    *self.within.get(name, ()), sys.executable, "-m", "pdd", "daemon",
+                    "--topology", str(self.file), "--node", name,
                     stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
                     env={**os.environ, "PDD_CACHE": str(self.cache)},
                 )  # fmt: skip
@@ -183,21 +193,70 @@ async def eventually(check: Callable[[], Any], within_s: float, explain: Callabl
         await asyncio.sleep(0.02)
 
 
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    return [(7 * seed + 13 * position + position // 250) % 250 for position in range(num_tokens)]
+
+
+async def state_of(cluster: Cluster, node: str) -> dict[str, str]:
+    """State of each request that has not ended, by side."""
+    rows = (await cluster.ask(node, "requests"))["requests"]
+    return {row["side"]: row["state"] for row in rows if row["state"] not in ENDED}
+
+
+async def wait_for_state(cluster: Cluster, state: str) -> None:
+    async def reached() -> bool:
+        return (await state_of(cluster, "decode0")).get("decode") == state
+
+    await eventually(reached, 20.0, lambda: f"no request was ever seen {state}")
+
+
+async def counters(cluster: Cluster, node: str = "decode0") -> dict[str, int]:
+    found: dict[str, int] = (await cluster.ask(node, "status"))["counters"]
+    return found
+
+
+async def probe(cluster: Cluster) -> None:
+    answer = await cluster.complete(prompt(40, seed=99), max_tokens=2, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 2
+
+
+def children_of(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
 MakeCluster = Callable[..., Any]
 
 
 @pytest.fixture
+def slow_toy(tmp_path: Path) -> Path:
+    """A toy whose layers take long enough for a test to see a request in each state."""
+    directory = tmp_path / "slow-toy"
+    shutil.copytree(TOY_MODEL, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "toy_layer_seconds": 0.03}))
+    return directory
+
+
+@pytest.fixture
 def make_cluster(tmp_path: Path) -> MakeCluster:
-    """`async with make_cluster(nodes, ...) as cluster`: started, ready, and checked for leaks at the end."""
+    """`async with make_cluster(nodes, ...) as cluster`: started, ready, and checked for leaks at the end. Nodes that
+    are `absent` are started by the test, or never."""
 
     @asynccontextmanager
     async def make(
-        nodes: dict[str, Any], model: Path = TOY_MODEL, cache: Path = tmp_path / "cache", **sections: Any
+        nodes: dict[str, Any],
+        model: Path = TOY_MODEL,
+        cache: Path = tmp_path / "cache",
+        absent: tuple[str, ...] = (),
+        within: dict[str, list[str]] | None = None,
+        **sections: Any,
     ) -> AsyncIterator[Cluster]:
         directory = Path(tempfile.mkdtemp(prefix="cluster", dir=tmp_path))
         cluster = Cluster(directory, nodes, model, cache, **sections)
+        cluster.within = within or {}
         try:
-            await cluster.start()
+            await cluster.start(*(name for name in nodes if name not in absent))
             await cluster.wait_ready()
             yield cluster
             await cluster.settled()
