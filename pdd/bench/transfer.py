@@ -38,7 +38,7 @@ from pdd.memory.shape import KvShape, heads_of
 from pdd.topology.model import Provider
 from pdd.transfer.group import Arrived, MessengerGroup, Sent, TransferEvent
 from pdd.transfer.messenger import Messenger
-from pdd.transfer.plan import expected_bytes, expected_pieces, incompatibilities, lacking_blocks
+from pdd.transfer.plan import Stripes, expected_bytes, expected_pieces, incompatibilities, lacking_blocks
 from pdd.wire.messages import PrefillRequest
 
 PATIENCE_S = 30.0
@@ -127,7 +127,9 @@ class Pair:
         """One handoff. Raises FabricError when it does not arrive whole."""
         shape = self.target.shape
         request = RequestId(f"round-{self._num_rounds}")
-        immediates = self.target.group.arm(request, SOURCE, self.source.shape, 0, self.num_tokens)
+        immediates = self.target.group.arm(
+            request, SOURCE, self.source.shape, 0, self.num_tokens, seed=self._num_rounds
+        )
         ticket = PrefillRequest(
             request=request,
             source_replica=ReplicaName("bench/1"),
@@ -234,12 +236,12 @@ def rounded_tokens(arguments: argparse.Namespace) -> int:
 def num_pieces(source: KvShape, target: KvShape, num_tokens: int) -> list[int]:
     """Of each target rank."""
     blocks = lacking_blocks(source, target, 0, num_tokens)
-    return [sum(expected_pieces(source, target, rank, blocks, 1)) for rank in range(target.tp)]
+    return [sum(expected_pieces(source, target, rank, blocks, Stripes(1, 0))) for rank in range(target.tp)]
 
 
 def num_bytes_of_rank(source: KvShape, target: KvShape, num_tokens: int) -> int:
     """The same for each target rank."""
-    return sum(expected_bytes(source, target, lacking_blocks(source, target, 0, num_tokens), 1))
+    return sum(expected_bytes(source, target, lacking_blocks(source, target, 0, num_tokens), Stripes(1, 0)))
 
 
 def as_small(source: KvShape, target: KvShape, num_tokens: int) -> tuple[KvShape, int]:

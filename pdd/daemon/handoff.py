@@ -51,9 +51,9 @@ class Handoffs:
         pages = self._lacking_pages(record)
         start, num_tokens = record.allocation.num_cached_tokens, len(record.prompt) - 1
         source = peer.replicas[choice.name].shape
-        immediates = self._replica.messenger.arm(record.id, peer.incarnation, source, start, num_tokens)
         seed = self._next_seed
         self._next_seed = (seed + 1) % 2**32
+        immediates = self._replica.messenger.arm(record.id, peer.incarnation, source, start, num_tokens, seed=seed)
         record.handoff = Handoff(peer.node, peer.incarnation, choice.name, immediates[0])
         if self._policy.verify is Verify.PAGES:
             record.handoff.plan = DigestPlan(

@@ -32,7 +32,7 @@ from pdd.transfer.half import TransferCounters
 from pdd.transfer.inbound import Inbound
 from pdd.transfer.messenger import Messenger
 from pdd.transfer.outbound import Chunk, Outbound
-from pdd.transfer.plan import expected_bytes, expected_pieces, incompatibilities, lacking_blocks
+from pdd.transfer.plan import Stripes, expected_bytes, expected_pieces, incompatibilities, lacking_blocks
 from pdd.transfer.source import TargetNic
 from pdd.transfer.ticket import TargetReplica, check_ticket
 from pdd.wire.messages import Grant, PrefillRequest
@@ -109,7 +109,7 @@ class MessengerGroup:
         ]
 
     def arm(
-        self, request: RequestId, peer: Incarnation, source: KvShape, start_token: int, num_tokens: int
+        self, request: RequestId, peer: Incarnation, source: KvShape, start_token: int, num_tokens: int, *, seed: int
     ) -> tuple[Immediate, ...]:
         """Arms every port's count of a handoff from a replica set of shape `source`: positions `start_token` (a
         multiple of our page_tokens) `... num_tokens - 1`. Returns the ticket's immediates; it may leave afterwards.
@@ -124,8 +124,9 @@ class MessengerGroup:
         for port in self._ports:
             port.require_port()
         blocks = lacking_blocks(source, self.shape, start_token, num_tokens)
-        num_bytes = expected_bytes(source, self.shape, blocks, self.num_nics)
-        num_pieces = [expected_pieces(source, self.shape, rank, blocks, self.num_nics) for rank in range(self.shape.tp)]
+        stripes = Stripes(self.num_nics, seed)
+        num_bytes = expected_bytes(source, self.shape, blocks, stripes)
+        num_pieces = [expected_pieces(source, self.shape, rank, blocks, stripes) for rank in range(self.shape.tp)]
         immediates: list[Immediate] = []
         try:
             for number, port in enumerate(self._ports):

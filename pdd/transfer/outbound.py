@@ -10,11 +10,11 @@ from pdd.memory.shape import KvShape
 from pdd.transfer.events import Sent, Stopped
 from pdd.transfer.plan import (
     Lane,
+    Stripes,
     completed_blocks,
     lacking_blocks,
     lacking_pages,
     leg_pieces,
-    nic_of,
     page_pairs,
     plan_lanes,
     plan_legs,
@@ -39,7 +39,8 @@ class Outbound:
         self._blocks = lacking_blocks(own, target, ticket.start_token, num_tokens)
         self.request = ticket.request
         self.immediate = ticket.immediates[0]
-        self.lanes = plan_lanes(legs, self._blocks, own_nics, ticket.num_nics, ticket.seed)
+        self._stripes = Stripes(ticket.num_nics, ticket.seed)
+        self.lanes = plan_lanes(legs, self._blocks, own_nics, self._stripes)
         self.source_ports = sorted({lane.source_port for lane in self.lanes})
         self.ends: dict[int, Sent | Stopped] = {}
         """Of the source ports whose part is over."""
@@ -47,10 +48,9 @@ class Outbound:
         self._own = own
         self._target = target
         self._target_pages = ticket.target_pages
-        self._target_nics = ticket.num_nics
         self._first_page = lacking_pages(target.layout, ticket.start_token, num_tokens).start
         self._next_block = self._blocks.start
-        self._last_block = {nic_of(block, ticket.num_nics): block for block in self._blocks}
+        self._last_block = {self._stripes.nic_of(block): block for block in self._blocks}
         """Of each target NIC."""
         self._pieces = {leg: leg_pieces(own, target, leg) for leg in legs}
 
@@ -72,7 +72,7 @@ class Outbound:
         self._next_block = blocks.stop
         parcels: dict[int, list[Parcel]] = {}
         first_page = chunk.start // self._own.layout.page_tokens
-        for pairs in page_pairs(self._own, self._target, blocks, self._target_nics):
+        for pairs in page_pairs(self._own, self._target, blocks, self._stripes):
             source_pages = tuple(chunk.pages[page - first_page] for page in pairs.source_pages)
             target_pages = tuple(self._target_pages[page - self._first_page] for page in pairs.target_pages)
             for lane in self.lanes:

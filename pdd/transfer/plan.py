@@ -134,6 +134,18 @@ def _choose(source: KvShape, target: KvShape, head: int, target_rank: int, seed:
     return holders[place]
 
 
+class Stripes(msgspec.Struct, frozen=True):
+    """How the blocks of a handoff are dealt over the NICs of each target rank: a stripe of blocks each in turn. Every
+    handoff begins with another NIC, so that short ones load them evenly too."""
+
+    num_nics: int
+    seed: int
+
+    def nic_of(self, block: int) -> int:
+        """The target NIC that takes a block."""
+        return (block // STRIPE_BLOCKS + self.seed) % self.num_nics
+
+
 # Tokens.
 
 
@@ -165,12 +177,12 @@ def completed_blocks(source: KvShape, target: KvShape, start: int, end: int, *, 
     return range(start // size, -(-end // size) if last else end // size)
 
 
-def page_pairs(source: KvShape, target: KvShape, blocks: range, target_nics: int) -> Iterator[PagePairs]:
+def page_pairs(source: KvShape, target: KvShape, blocks: range, stripes: Stripes) -> Iterator[PagePairs]:
     """Where blocks lie, in the order of their first ones."""
     size, phases = block_tokens(source, target), num_phases(source, target)
     alike: dict[tuple[int, int], list[int]] = {}
     for block in blocks:
-        alike.setdefault((nic_of(block, target_nics), block % phases), []).append(block)
+        alike.setdefault((stripes.nic_of(block), block % phases), []).append(block)
     for (nic, phase), same in alike.items():
         yield PagePairs(
             target_nic=nic,
@@ -183,25 +195,20 @@ def page_pairs(source: KvShape, target: KvShape, blocks: range, target_nics: int
 # NICs.
 
 
-def nic_of(block: int, num_nics: int) -> int:
-    """The target NIC that takes a block."""
-    return block // STRIPE_BLOCKS % num_nics
-
-
-def plan_lanes(legs: Sequence[Leg], blocks: range, source_nics: int, target_nics: int, seed: int) -> tuple[Lane, ...]:
+def plan_lanes(legs: Sequence[Leg], blocks: range, source_nics: int, stripes: Stripes) -> tuple[Lane, ...]:
     """Each leg's lanes for those blocks; a NIC that takes none of them has no lane.
 
     Where both sides have as many NICs, number n sends to number n, as rails are wired. Elsewhere the source's NICs take
     turns from handoff to handoff.
     """
-    used = sorted({nic_of(block, target_nics) for block in blocks})
-    turn = 0 if source_nics == target_nics else seed
+    used = sorted({stripes.nic_of(block) for block in blocks})
+    turn = 0 if source_nics == stripes.num_nics else stripes.seed
     return tuple(
         Lane(
             leg=leg,
             target_nic=nic,
             source_port=leg.source_rank * source_nics + (nic + turn) % source_nics,
-            target_port=leg.target_rank * target_nics + nic,
+            target_port=leg.target_rank * stripes.num_nics + nic,
         )
         for leg in legs
         for nic in used
@@ -249,22 +256,22 @@ def _continues(before: Piece, run: Piece) -> bool:
 
 
 def expected_pieces(
-    source: KvShape, target: KvShape, target_rank: int, blocks: range, target_nics: int
+    source: KvShape, target: KvShape, target_rank: int, blocks: range, stripes: Stripes
 ) -> tuple[int, ...]:
     """What each NIC of a target rank counts for a handoff of the lacking `blocks`: pieces of all layers from all source
-    ranks, whatever the seed."""
+    ranks."""
     per_block = sum(len(_phase_pieces(source, target, leg, 0)) for leg in legs_to(source, target, target_rank, seed=0))
-    return tuple(target.layout.num_layers * number * per_block for number in _dealt(blocks, target_nics))
+    return tuple(target.layout.num_layers * number * per_block for number in _dealt(blocks, stripes))
 
 
-def expected_bytes(source: KvShape, target: KvShape, blocks: range, target_nics: int) -> tuple[int, ...]:
+def expected_bytes(source: KvShape, target: KvShape, blocks: range, stripes: Stripes) -> tuple[int, ...]:
     """Bytes of those pieces; the same for every target rank."""
     layout = target.layout
     block_bytes = layout.num_planes * layout.num_kv_heads * block_tokens(source, target) * layout.row_bytes
-    return tuple(layout.num_layers * number * block_bytes for number in _dealt(blocks, target_nics))
+    return tuple(layout.num_layers * number * block_bytes for number in _dealt(blocks, stripes))
 
 
-def _dealt(blocks: range, num_nics: int) -> list[int]:
+def _dealt(blocks: range, stripes: Stripes) -> list[int]:
     """How many of them each NIC takes."""
-    numbers = Counter(nic_of(block, num_nics) for block in blocks)
-    return [numbers[nic] for nic in range(num_nics)]
+    numbers = Counter(stripes.nic_of(block) for block in blocks)
+    return [numbers[nic] for nic in range(stripes.num_nics)]

@@ -226,10 +226,11 @@ class World:
         cuts = sorted({num_tokens, *(self.random.randint(1, num_tokens) for _ in range(self.random.randint(0, 3)))})
         request = self.random.choice(requests)
         pages = self.pages.take(len(lacking))
-        immediates = self.decoder.arm(request, prefiller.incarnation, self.source, start_token, num_tokens)
+        seed = len(self.handoffs)
+        immediates = self.decoder.arm(request, prefiller.incarnation, self.source, start_token, num_tokens, seed=seed)
         ticket = PrefillRequest(
             request=request, source_replica=ReplicaName("p/0"), target_replica=REPLICA, target_incarnation=DECODER,
-            shape_digest=self.target.digest(), seed=len(self.handoffs), prompt=(0,) * (num_tokens + 1),
+            shape_digest=self.target.digest(), seed=seed, prompt=(0,) * (num_tokens + 1),
             start_token=start_token, target_pages=tuple(pages), num_nics=self.num_nics, immediates=immediates,
             lease_s=1.0,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from pdd.base.ids import Immediate, Incarnation, PageId, ReplicaName, RequestId
 from pdd.memory.layout import KvLayout
 from pdd.memory.shape import KvShape, heads_of
 from pdd.transfer.outbound import Chunk, Outbound
-from pdd.transfer.plan import completed_blocks, expected_bytes, expected_pieces, lacking_blocks
+from pdd.transfer.plan import Stripes, completed_blocks, expected_bytes, expected_pieces, lacking_blocks
 from pdd.wire.messages import PrefillRequest
 
 Bytes = npt.NDArray[np.uint8]
@@ -143,9 +143,12 @@ def test_moved_bytes_are_a_plain_reshard(case: Case) -> None:
         assert (marks[:, :, :, :length] == 1).all()
         assert written[rank].sum() == marks[:, :, :, :length].size
         blocks = lacking_blocks(case.source, case.target, case.start_token, case.num_tokens)
-        assert written[rank].sum() == sum(expected_bytes(case.source, case.target, blocks, case.target_nics))
+        stripes = Stripes(case.target_nics, case.seed)
+        assert written[rank].sum() == sum(expected_bytes(case.source, case.target, blocks, stripes))
         of_rank = num_pieces[rank * case.target_nics : (rank + 1) * case.target_nics]
-        assert tuple(of_rank) == expected_pieces(case.source, case.target, rank, blocks, case.target_nics)
+        assert tuple(of_rank) == expected_pieces(
+            case.source, case.target, rank, blocks, Stripes(case.target_nics, case.seed)
+        )
 
 
 @given(cases())

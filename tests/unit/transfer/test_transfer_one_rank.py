@@ -72,7 +72,7 @@ def ticket(**changes: object) -> PrefillRequest:
 
 
 def arm(messenger: MessengerGroup, request: RequestId, peer: Incarnation, num_pages: int) -> Immediate:
-    (immediate,) = messenger.arm(request, peer, SHAPE, 0, 4 * num_pages)
+    (immediate,) = messenger.arm(request, peer, SHAPE, 0, 4 * num_pages, seed=0)
     return immediate
 
 
