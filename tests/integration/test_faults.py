@@ -299,6 +299,8 @@ async def test_a_decode_batch_that_outgrows_its_pages_is_preempted_and_still_rig
     async with make_cluster(colocated()) as cluster:
         expected = await ask_all(cluster)
     async with make_cluster(prefill_and_decode(kv_bytes="704 KiB")) as cluster:  # 44 pages, 704 tokens
+        for seed in range(80):  # answers that make longer ones unexpected
+            await cluster.complete(prompt(8, seed), max_tokens=1)
         assert await ask_all(cluster) == expected
         assert (await counters(cluster))["preemptions"] > 0
 
