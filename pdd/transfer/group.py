@@ -341,5 +341,5 @@ class MessengerGroup:
         """No handoff can be whole any more: what the other ports do ends too."""
         for outbound in list(self._outbound.values()):
             self._stop(outbound, f"the fabric port of {self._name(number)} failed")
-        for peer in {it.peer for it in self._inbound.values()}:
+        for peer in dict.fromkeys(it.peer for it in self._inbound.values()):
             self.revoke(peer)
