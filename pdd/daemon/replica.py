@@ -139,7 +139,8 @@ class Replica:
     async def stop(self) -> None:
         """Closes the ports before the memory that they may write to. Idempotent."""
         for one in self.sets:
-            await one.close()
+            one.close()
+        await asyncio.gather(*(one.hashed() for one in self.sets))
         await asyncio.gather(*(rank.close() for rank in self._ranks))
 
     async def _turn_for_ever(self, sets: list[ReplicaSet]) -> PddError:

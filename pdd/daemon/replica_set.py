@@ -203,13 +203,16 @@ class ReplicaSet:
         self.failure = str(error)
         self.user.failed(error)
 
-    async def close(self) -> None:
-        """Closes the ports, so that nothing writes to the ranks' memory any more, and nothing reads it. Idempotent."""
+    def close(self) -> None:
+        """Closes the ports: nothing writes to the ranks' memory any more. Idempotent."""
         if self._messenger is not None:
             for fileno in self._messenger.filenos():
                 asyncio.get_running_loop().remove_reader(fileno)
             self._messenger.close()
             self._messenger, self._ports = None, ()
+
+    async def hashed(self) -> None:
+        """Waits for the threads that read the ranks' memory."""
         await asyncio.gather(*self._hashing)
 
     # What others may know.

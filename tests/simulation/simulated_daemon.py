@@ -91,6 +91,8 @@ class SimulatedSet:
             name, config, _PACKED, shape, max_sequence_tokens=max_sequence_tokens(topology),
             max_queue=topology.limits.max_queue, clock=LoopClock(loop), work=self._work,
         )  # fmt: skip
+        for _ in range(100):
+            self.set.admission.learn(1)  # answers look short, so that pools are filled and sequences preempted
         self.ports: list[WatchedPort] = []
         if config.role is not Role.COLOCATED:
             self._open_fabric(config, fabric, by_key)

@@ -302,14 +302,14 @@ def test_a_piece_that_never_comes(start: Start, together: bool) -> None:
 
 def test_preempted_before_the_first_step(start: Start) -> None:
     """The pages of a request that has just become ready may go to an older one that grows."""
-    cluster = start(decode=Shape(page_tokens=2, num_pages=6, chunk_tokens=32))
-    cluster.submit("decode0", [1, 2], "old", max_tokens=6)
+    cluster = start(decode=Shape(page_tokens=2, num_pages=7, chunk_tokens=32))
+    cluster.submit("decode0", [1, 2], "old", max_tokens=8)
     cluster.settle("decode0: plan", "decode0: compute")
     cluster.submit("decode0", PROMPT[:7], "young", max_tokens=2)
     cluster.settle("decode0: plan", "decode0: compute", "fabric")
-    while len(cluster.clients[0].tokens) < 3:
+    while len(cluster.clients[0].tokens) < 5:
         cluster.settle("decode0: plan", "fabric")
-        if len(cluster.clients[0].tokens) < 3:
+        if len(cluster.clients[0].tokens) < 5:
             cluster.step("decode0: plan")
     cluster.settle("decode0: plan")
     assert cluster.states("decode0", "young")[-1] == "ready"
