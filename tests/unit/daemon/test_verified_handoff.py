@@ -42,7 +42,7 @@ class Messengers:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def arm(self, *_: object) -> tuple[Immediate, ...]:
+    def arm(self, *_: object, seed: int) -> tuple[Immediate, ...]:
         self.calls.append("arm")
         return (IMMEDIATE,)
 
