@@ -69,10 +69,10 @@ def _sane(seconds: float) -> float:
 
 
 def _moved(story: Story) -> Iterator[tuple[str, str]]:
-    if not story.pages and not story.bytes:
+    if not story.pieces and not story.bytes:
         return
     rate = f", {story.gigabytes_per_s:.3g} GB/s from the first to the last" if story.gigabytes_per_s is not None else ""
-    yield "KV moved", f"{story.pages} pages, {mebibytes(story.bytes)}{rate}"
+    yield "KV moved", f"{story.pieces} pieces, {mebibytes(story.bytes)}{rate}"
     if story.landed_before_prefill_end is not None:
         yield "in place before prefill ended", share(story.landed_before_prefill_end)
     if story.ready_after_prefill_end_s is not None:

@@ -279,7 +279,7 @@ class Handoffs:
         metrics = self._control.metrics
         metrics.handoffs.labels("arrived").inc()
         metrics.prefill_decisions.labels("prefiller", "handoff").inc()
-        metrics.handoff_pages.labels("in").inc(event.num_pieces)
+        metrics.handoff_pieces.labels("in").inc(event.num_pieces)
         metrics.handoff_bytes.labels("in").inc(event.num_bytes)
         if moved.prefill_done_s is not None:
             metrics.ready_after_prefill.observe(self._control.clock.now_s() - moved.prefill_done_s)

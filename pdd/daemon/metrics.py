@@ -52,7 +52,9 @@ class Metrics:
         self.prefill_decisions = counter("prefill_decisions", "Where prompts were prefilled, and why", ("where", "why"))
         self.handoffs = counter("handoffs", "Handoffs by outcome", ("outcome",))
         self.handoff_bytes = counter("handoff_bytes", "Bytes of KV cache by direction", ("direction",))
-        self.handoff_pages = counter("handoff_pages", "Pages (of one layer) by direction", ("direction",))
+        self.handoff_pieces = counter(
+            "handoff_pieces", "Pieces by direction: pages of one layer, between equal shapes", ("direction",)
+        )
         self.stray_writes = counter("stray_writes", "Pieces that arrived for no open handoff")
         self.stale_messages = counter("stale_messages", "Control messages for handoffs that were over", ("message",))
         self.preemptions = counter("preemptions", "Sequences that lost their pages to an older one")

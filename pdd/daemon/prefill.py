@@ -233,7 +233,7 @@ class PrefillSide(Side[PrefillJob]):
         num_pieces = sum(event.num_pieces)
         job.num_posted = event.num_pieces
         job.transfer.num_pieces, job.transfer.num_bytes = num_pieces, event.num_bytes
-        self.control.metrics.handoff_pages.labels("out").inc(num_pieces)
+        self.control.metrics.handoff_pieces.labels("out").inc(num_pieces)
         self.control.metrics.handoff_bytes.labels("out").inc(event.num_bytes)
         self.feed(job, e.Sent(f"{num_pieces} pieces, {event.num_bytes} bytes"))
 

@@ -89,7 +89,7 @@ def story(record: Record, now_s: float) -> Story:
             for entry in record.machine.story
         ),
         seconds_in={str(state): seconds for state, seconds in record.machine.seconds_in(now_s).items()},
-        pages=moved.num_pieces,
+        pieces=moved.num_pieces,
         bytes=moved.num_bytes,
         gigabytes_per_s=moved.num_bytes / lasted_s / 1e9 if lasted_s > 0 else None,
         landed_before_prefill_end=moved.landed_share,

@@ -70,6 +70,7 @@ class Supervisor:
             self._node.down[self._name] = f"{error}; it is started again in {backoff_s:g} s"
             log.warning("replica down", replica=self._name, error=str(error), again_s=backoff_s)
             await asyncio.sleep(backoff_s)
+            self._node.down[self._name] = f"{error}; it is starting again"
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
             try:
                 await self.start()

@@ -23,6 +23,8 @@ NonEmpty = Annotated[str, Meta(min_length=1)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
+Ranks = Annotated[int, Meta(ge=1, le=128)]
+"""More are no replica of one machine."""
 Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 Bytes = Annotated[
     int,
@@ -149,11 +151,11 @@ class Http(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Parallel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    tp: Positive = 1
+    tp: Ranks = 1
     """Ranks that share every layer, and with it each page of KV cache: a replica set."""
-    dp: Positive = 1
+    dp: Ranks = 1
     """Replica sets, each with requests and KV memory of its own."""
-    ep: Positive = 1
+    ep: Ranks = 1
     """Ranks that share the experts of a mixture-of-experts model: all `tp * dp` of them, or 1: each set has all."""
 
     @property

@@ -124,8 +124,8 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
     lines: tuple[StoryLine, ...]
     seconds_in: dict[str, float]
     """Time in each state."""
-    pages: int
-    """Pages moved (of one layer times the layers: pieces)."""
+    pieces: int
+    """Moved; between equal shapes one for each page of each layer."""
     bytes: int
     gigabytes_per_s: float | None
     """bytes / (last arrival - first arrival)."""

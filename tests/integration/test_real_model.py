@@ -121,5 +121,5 @@ async def test_greedy_tokens_and_logprobs_are_those_of_transformers(
         if shape != "colocated":
             for story in (await cluster.ask("decode0", "story", answer["id"]))["stories"]:
                 num_pages = -(-(len(prompts[-1]) - 1) // 16) - 2  # the first prompt left two full pages in the cache
-                assert story["pages"] == packed.config.num_layers * num_pages
-                assert story["bytes"] == story["pages"] * 24576
+                assert story["pieces"] == packed.config.num_layers * num_pages
+                assert story["bytes"] == story["pieces"] * 24576

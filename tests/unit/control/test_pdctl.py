@@ -181,7 +181,7 @@ def story(side: str) -> Story:
         output_tokens=2,
         lines=lines,
         seconds_in={"queued": 0.5, "prefilling": 0.25, "decoding": 0.25},
-        pages=6,
+        pieces=6,
         bytes=3 * 2**20,
         gigabytes_per_s=1.25,
         landed_before_prefill_end=0.875,
