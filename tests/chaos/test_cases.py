@@ -79,6 +79,15 @@ async def vanish(*clients: asyncio.Task[Any]) -> None:
     await asyncio.gather(*clients, return_exceptions=True)
 
 
+async def paired(cluster: Cluster) -> None:
+    """Until the decoder hands off again: it is ready without any prefiller, too, once it has seen one."""
+
+    async def apart() -> bool:
+        return "apart" in (await cluster.ask("decode0", "status"))["reason"]
+
+    await eventually(apart, 20.0, lambda: cluster.log("decode0"))
+
+
 async def owned(cluster: Cluster, node: str) -> int:
     total: int = sum(pool["owned"] + pool["quarantined"] for pool in (await cluster.ask(node, "kv"))["replicas"])
     return total
@@ -218,6 +227,7 @@ async def test_case_03_the_prefiller_dies_mid_push_while_the_client_cancels(
             await cluster.settled()
             await cluster.start(*prefillers)
             await cluster.wait_ready()
+            await paired(cluster)
         await probe(cluster)
 
 
@@ -423,6 +433,7 @@ async def test_case_22_the_link_is_cut(make_cluster: MakeCluster, slow_toy: Path
         await asyncio.sleep(3)  # so long is the cut
         pair.mend()
         await eventually(lambda: both(True), 20.0, lambda: cluster.log("decode0"))
+        await paired(cluster)
         arrived = (await counters(cluster)).get("handoffs[arrived]", 0)
         assert await text_of(cluster, prompt(300, 9), 4) == toy.text(prompt(300, 9), 4)
         assert (await counters(cluster))["handoffs[arrived]"] == arrived + 1
