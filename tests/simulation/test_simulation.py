@@ -7,7 +7,7 @@ import os
 import pytest
 from simulate import simulate
 
-SEEDS = range(200)
+SEEDS = range(400)
 """By default; PDD_SEEDS=FIRST-LAST runs others."""
 GROUP = 20
 
