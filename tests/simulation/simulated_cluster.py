@@ -122,6 +122,8 @@ class Cluster(Observer):
             yield Action(f"{name}: exit", lambda: self.exit(name), daemon)
         if daemon.loop.soon:
             yield Action(f"{name}: turn", daemon.loop.turn, daemon)
+        if daemon.loop.has_threads:
+            yield Action(f"{name}: thread", daemon.loop.run_thread, daemon)
         for port in daemon.ports:
             if port.has_news:
                 yield Action(f"{name}: poll", partial(daemon.loop.read, port.fileno()), daemon)

@@ -24,6 +24,7 @@ from pdd.engine.plan import StepPlan
 from pdd.fabric.libfabric import LibfabricPort
 from pdd.fabric.loopback import LoopbackFabric
 from pdd.lifecycle.request import GenerateRequest, TokenOutput
+from pdd.memory.arena import Arena
 from pdd.memory.layout import KvLayout
 from pdd.memory.shape import KvShape
 from pdd.topology.model import Replica as ReplicaConfig
@@ -106,7 +107,8 @@ class SimulatedSet:
                 messengers.append(Messenger(port, one.layout, memory.address, watch))
                 self.ports.append(port)
         ports = cast("list[LibfabricPort]", self.ports)
-        one.open_fabric(ports, MessengerGroup(one.shape, messengers), [])  # nothing is verified here
+        arenas = cast("list[Arena]", self.ranks.memories)
+        one.open_fabric(ports, MessengerGroup(one.shape, messengers), arenas)
 
     @property
     def computing(self) -> bool:
@@ -156,6 +158,7 @@ class SimulatedSet:
             "in line": one.admission.num_waiting,
             "scheduled": one.scheduler.num_running + one.scheduler.num_preempted,
             "leaving": len(one._leaving),
+            "threads": len(one._hashing),
             "inbound": list(messenger._inbound) if messenger else [],
             "outbound": list(messenger._outbound) if messenger else [],
             "known to executors": self.ranks.num_sequences,
@@ -328,6 +331,7 @@ class Daemon:
         self.sets = []
         for client in self.clients:
             client.vanish()
+        self.loop.close()
 
     @property
     def ports(self) -> list[WatchedPort]:

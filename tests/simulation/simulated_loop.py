@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import Context
+from functools import partial
 from typing import Any, cast
 
 
@@ -20,6 +21,8 @@ class ManualLoop:
         self._now_s = 0.0
         self._timers: list[asyncio.TimerHandle] = []
         self._error: BaseException | None = None
+        self._threads: deque[tuple[asyncio.Future[Any], Callable[[], Any]]] = deque()
+        self._tasks: list[asyncio.Task[Any]] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -39,6 +42,23 @@ class ManualLoop:
     def read(self, fd: int) -> None:
         self._run(self.readers[fd])
 
+    @property
+    def has_threads(self) -> bool:
+        return bool(self._threads)
+
+    def run_thread(self) -> None:
+        """What was given to a thread is done, and the loop hears of it."""
+        future, function = self._threads.popleft()
+        if not future.done():
+            future.set_result(function())
+
+    def close(self) -> None:
+        """The process is gone, in the middle of whatever it did."""
+        for task in self._tasks:
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            with suppress(RuntimeError):  # it may want to await something on its way out
+                task.get_coro().close()
+
     def next_timer(self) -> asyncio.TimerHandle | None:
         self._timers = [timer for timer in self._timers if not timer.cancelled()]
         return min(self._timers, key=lambda timer: timer.when(), default=None)
@@ -52,6 +72,9 @@ class ManualLoop:
     def _run(self, handle: asyncio.Handle) -> None:
         with self.running():
             handle._run()
+        for task in [it for it in self._tasks if it.done()]:
+            self._tasks.remove(task)
+            task.result()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -91,6 +114,14 @@ class ManualLoop:
 
     def remove_reader(self, fd: Any) -> bool:
         return self.readers.pop(fd, None) is not None
+
+    def create_task(self, coroutine: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+        self._tasks.append(asyncio.Task(coroutine, loop=self._loop, **options))
+        return self._tasks[-1]
+
+    def run_in_executor(self, executor: None, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        self._threads.append((self.create_future(), partial(function, *args)))
+        return self._threads[-1][0]
 
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self._loop)

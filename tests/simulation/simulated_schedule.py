@@ -25,6 +25,7 @@ from pdd.topology.model import (
     Replica,
     Role,
     Topology,
+    Verify,
 )
 from pdd.topology.model import Model as ModelConfig
 
@@ -135,6 +136,7 @@ class RandomRun:
         handoff = Handoff(
             local_prefill_tokens=rng.choice((0, 2, 6)),
             lease_s=LEASE_S,
+            verify=rng.choice(list(Verify)),
             retries=rng.choice((0, 1, 1, 3)),
             on_failure=rng.choice((*OnHandoffFailure, OnHandoffFailure.RECOMPUTE)),
         )

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from simulated_cluster import Cluster, expected
+from simulated_cluster import Cluster, Violation, expected
 from simulated_daemon import Daemon
 from simulated_schedule import Shape, replica, topology
 
 from pdd.base.errors import RemoteProtocolError
 from pdd.base.ids import Immediate, NodeName, ReplicaName
-from pdd.topology.model import Handoff, OnHandoffFailure, Role
+from pdd.topology.model import Handoff, OnHandoffFailure, Role, Verify
 from pdd.wire import messages as wire
 from pdd.wire.codec import Decoder, encode
 
@@ -380,3 +380,34 @@ def test_a_stale_message_changes_nothing(start: Start) -> None:
         cluster.call("decode0", lambda daemon, late=late: daemon.node.message(PREFILL, incarnation, late))  # type: ignore[misc]
     assert answer(cluster) == "finished"
     assert len(cluster.tickets) == 1
+
+
+# Verified pages.
+
+
+@pytest.mark.parametrize("who", ["client", "decode0", "prefill0"])
+@pytest.mark.parametrize("held", ["decode0: thread", "prefill0: thread", "PrefillDigests", ": thread"])
+def test_a_cancel_while_pages_are_compared(start: Start, held: str, who: str) -> None:
+    cluster = start(verify=Verify.PAGES)
+    client = cluster.submit("decode0", PROMPT, "r")
+    cluster.settle(held)
+    assert client.end is None
+    if who == "client":
+        cluster.call("decode0", lambda _: client.leave())
+    else:
+        cluster.cancel(who, "r")
+    cluster.settle(held)
+    assert answer(cluster) == ("finished" if who == "prefill0" else "cancelled")
+
+
+def test_pages_that_differ_are_computed_again(start: Start) -> None:
+    cluster = start(verify=Verify.PAGES, retries=0)
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle(": thread")
+    (one,) = cluster.daemons[DECODE].sets
+    one.ranks.memories[0].buffer()[one.set.layout.page_bytes] ^= 1  # of the second page
+    cluster.settle(": thread")
+    with pytest.raises(Violation, match="corrupt pages"):
+        cluster.settle()
+    assert answer(cluster) == "finished"
+    assert "draining" in cluster.states("decode0", "r")
