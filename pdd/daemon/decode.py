@@ -109,12 +109,9 @@ class DecodeSide(Side[DecodeRequest]):
     def admit(self) -> None:
         """Gives pages to those that wait, as far as there are any."""
         for admitted in self._replica.admit():
-            record, allocation = self.records[admitted.request], admitted.allocation
-            record.allocation = allocation
-            record.num_pages = len(allocation.pages)
-            record.num_cached_tokens = record.num_computed = allocation.num_cached_tokens
-            what = f"{len(allocation.pages)} pages, {allocation.num_cached_tokens} tokens cached"
-            self.feed(record, e.PagesAllocated(what))
+            record = self.records[admitted.request]
+            record.num_computed = admitted.allocation.num_cached_tokens
+            self.give_pages(record, admitted.allocation)
 
     def _route(self, record: DecodeRequest) -> None:
         uncached = len(record.prompt) - 1 - record.num_computed

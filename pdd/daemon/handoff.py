@@ -49,7 +49,7 @@ class Handoffs:
         count can be armed."""
         choice, peer = self._choose(record)
         pages = self._lacking_pages(record)
-        start, num_tokens = record.allocation.num_cached_tokens, len(record.prompt) - 1
+        start, num_tokens = record.num_cached_tokens, len(record.prompt) - 1
         source = peer.replicas[choice.name].shape
         seed = self._next_seed
         self._next_seed = (seed + 1) % 2**32
@@ -96,7 +96,7 @@ class Handoffs:
     def _lacking_pages(self, record: DecodeRequest) -> list[PageId]:
         """Those of its pages that the prefiller is to fill."""
         layout = self._replica.layout
-        first = record.allocation.num_cached_tokens // layout.page_tokens
+        first = record.num_cached_tokens // layout.page_tokens
         return record.allocation.pages[first : layout.num_pages_for(len(record.prompt) - 1)]
 
     def _ticket(
@@ -111,7 +111,7 @@ class Handoffs:
             shape_digest=self._replica.shape.digest(),
             seed=seed,
             prompt=record.prompt,
-            start_token=record.allocation.num_cached_tokens,
+            start_token=record.num_cached_tokens,
             target_pages=tuple(pages),
             num_nics=self._replica.messenger.num_nics,
             immediates=immediates,

@@ -115,12 +115,7 @@ class PrefillSide(Side[PrefillJob]):
 
     def admit(self) -> None:
         for admitted in self._replica.admit():
-            job, allocation = self.records[admitted.request], admitted.allocation
-            job.allocation = allocation
-            job.num_pages = len(allocation.pages)
-            job.num_cached_tokens = allocation.num_cached_tokens
-            what = f"{len(allocation.pages)} pages, {allocation.num_cached_tokens} tokens cached"
-            self.feed(job, e.PagesAllocated(what))
+            self.give_pages(self.records[admitted.request], admitted.allocation)
 
     def _prefill_done(self, job: PrefillJob) -> None:
         news = wire.PrefillEnded(

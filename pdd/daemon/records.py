@@ -42,8 +42,8 @@ class Record:
         self.peer: ReplicaName | None = None
         """The replica at the other end of the (latest) handoff."""
         self.transfer = Transfer()
-        self.num_pages = 0
-        self.num_cached_tokens = 0
+        self.allocation = Allocation([], 0)
+        """Of the prompt, once it was admitted."""
         self.num_output_tokens = 0
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
@@ -51,6 +51,15 @@ class Record:
     @property
     def id(self) -> RequestId:
         return self.machine.request
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.allocation.pages)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt, found in this replica's prefix cache."""
+        return self.allocation.num_cached_tokens
 
 
 class Handoff(msgspec.Struct):
@@ -75,7 +84,6 @@ class DecodeRequest(Record):
         super().__init__(machine, "decode", replica, request.prompt)
         self.request = request
         self.sink = sink
-        self.allocation = Allocation([], 0)
         self.num_computed = 0
         """Prompt tokens whose KV is in our pages: cached ones, then all but the last once the handoff arrived."""
         self.handoff: Handoff | None = None
@@ -95,7 +103,6 @@ class PrefillJob(Record):
         self.node = node
         self.incarnation = incarnation
         self.peer = ticket.target_replica
-        self.allocation = Allocation([], 0)
         self.sent: Sent | None = None
         """Kept when the last write ends before the executor has reported the step that made it, or before its pages
         are hashed."""

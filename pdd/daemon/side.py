@@ -21,7 +21,8 @@ from pdd.daemon.metrics import Metrics
 from pdd.daemon.peers import PeerBook
 from pdd.daemon.records import Record
 from pdd.daemon.stories import Stories
-from pdd.lifecycle.events import Effect, Event, broken
+from pdd.lifecycle.events import Effect, Event, PagesAllocated, broken
+from pdd.memory.pool import Allocation
 from pdd.wire.messages import Message
 
 log = structlog.get_logger(__name__)
@@ -101,6 +102,11 @@ class Side(Generic[R]):
     def _bug(self, error: InvariantBroken) -> None:
         self.control.metrics.broken_invariants.inc()
         log.error("broken invariant", error=str(error), exc_info=error)
+
+    def give_pages(self, record: R, allocation: Allocation) -> None:
+        """Its turn has come."""
+        record.allocation = allocation
+        self.feed(record, PagesAllocated(f"{record.num_pages} pages, {record.num_cached_tokens} tokens cached"))
 
     def perform(self, effect: Effect, record: R) -> None:
         """Carries out one order. Must bring about its event, now or later, or none if the order has no answer."""

@@ -116,7 +116,7 @@ class PagedAttention:
         self, arena: Arena, dtype: torch.dtype, num_heads: int, rope_table: torch.Tensor, threads: int
     ) -> None:
         layout = arena.layout
-        self._arena = arena
+        self._arena = arena  # the caches below are addresses in its mapping
         self._layout = layout
         self._dtype = dtype
         self._num_heads = num_heads
