@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from single_rank import GREEDY, VOCAB_SIZE, Engine, close, expected_logits, prompt_of, save
+from single_rank import GREEDY, VOCAB_SIZE, Engine, check_mixed_batch, close, expected_logits, prompt_of, save
 
 from pdd.base.errors import ModelInvalid, ReplicaFailed
 from pdd.base.ids import SequenceId
@@ -97,30 +97,7 @@ def test_greedy_tokens_are_the_oracles(oracle: Any, engine: Engine) -> None:
 
 @pytest.mark.parametrize("oracle", ["llama", "qwen3"], indirect=True)
 def test_a_mixed_batch_equals_separate_runs(oracle: Any, packed: PackedModel) -> None:
-    """Decodes, a fresh prompt, a later chunk that is sampled and one that is not, in one step and in any order."""
-    engine = Engine(packed, page_tokens=4, num_pages=256)
-    lengths = (70, 40, 3, 90, 21)
-    sequences = [engine.sequence(prompt_of(length, seed), 1) for seed, length in enumerate(lengths)]
-    done = (69, 0, 0, 50, 20)  # positions already in the cache; the step runs the rest, or 30 of it
-    for sequence, count in zip(sequences, done, strict=True):
-        if count:
-            engine.logits(BatchRow(sequence, 0, sequence.prompt[:count], False))
-    rows = [
-        BatchRow(sequence, count, sequence.prompt[count : count + 30], count + 30 >= len(sequence.prompt))
-        for sequence, count in zip(sequences, done, strict=True)
-    ]
-    plan = BatchPlan(rows[::-1], 4)
-    logits = engine.model.logits(plan)
-    assert {row.sequence.id for row in plan.sampled_rows} == {sequences[at].id for at in (0, 2, 4)}
-    for row, one in zip(plan.sampled_rows, logits, strict=True):
-        close(one, expected_logits(oracle, row.sequence.prompt))
-    for at, start in ((1, 30), (3, 80)):
-        sequence = sequences[at]
-        close(
-            engine.logits(BatchRow(sequence, start, sequence.prompt[start:], True))[0],
-            expected_logits(oracle, sequence.prompt),
-        )
-    engine.close()
+    check_mixed_batch(oracle, packed)
 
 
 @pytest.mark.parametrize("oracle", ["llama", "llama3"], indirect=True)
