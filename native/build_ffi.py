@@ -9,7 +9,22 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path(__file__).parent if "__file__" in globals() else Path("native")
-SOURCES = ["pdd_fabric.c", "pdd_choose.c", "pdd_open.c", "pdd_control.c", "pdd_write.c", "pdd_count.c", "pdd_progress.c"]
+SOURCES = [
+    "pdd_fabric.c",
+    "pdd_choose.c",
+    "pdd_open.c",
+    "pdd_nic.c",
+    "pdd_address.c",
+    "pdd_control.c",
+    "pdd_path.c",
+    "pdd_copying.c",
+    "pdd_copy.c",
+    "pdd_serve.c",
+    "pdd_bytes.c",
+    "pdd_write.c",
+    "pdd_count.c",
+    "pdd_progress.c",
+]
 FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"]
 
 

@@ -68,7 +68,7 @@ struct fi_info *pdd_choose_provider(const struct pdd_options *options)
     /* Endpoints of shm are files: the pid in their name lets the next start sweep those of the dead. */
     snprintf(shm_node, sizeof shm_node, "pdd-%d", (int)getpid());
     for (char *name = strtok_r(names, ",", &rest); name; name = strtok_r(NULL, ",", &rest)) {
-        struct fi_info *info = find_provider(name, strcmp(name, "shm") ? options->host : shm_node);
+        struct fi_info *info = find_provider(name, strcmp(name, "shm") ? options->hosts : shm_node);
         if (info)
             return info;
     }

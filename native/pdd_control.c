@@ -1,9 +1,11 @@
 /* The rare calls: memory, peers and watches. They run on the progress thread while the caller waits, so that libfabric
  * sees one thread only, and so that the caller's thread may look up handles without a lock. */
-#include "pdd_port.h"
+#include "pdd_address.h"
 
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <sys/random.h>
+#include <unistd.h>
 
 /* ---- places and handles ---- */
 static struct place *place_at(void *table, size_t entry_bytes, uint32_t index)
@@ -44,16 +46,6 @@ static void leave_place(struct place *place)
     place->taken = false;
 }
 
-/* shm works only inside our own calls: an endpoint that is never called again places and sends nothing. And closing one
- * is not safe: a peer in the same process uses its queues without a mapping of its own. So only its handle goes; the
- * port's close takes the endpoint, unless messages of it are still out there: then the process's end does. */
-static bool must_linger(const struct pdd_port *port) { return port->endpoint.fd < 0; }
-
-static bool has_messages_out(const struct pdd_port *port, const struct peer *peer)
-{
-    return peer->endpoint.ep && peer->num_free < port->max_in_flight;
-}
-
 struct peer *pdd_find_peer(struct pdd_port *port, uint32_t handle)
 {
     return find_place(port->peers, sizeof(struct peer), port->num_peers, handle);
@@ -71,9 +63,9 @@ struct watch *pdd_find_watch(struct pdd_port *port, uint32_t handle)
 
 /* ---- memory ---- */
 /* Keys that we may choose are random: who was not given one does not guess it. */
-static int register_with_key(struct pdd_port *port, struct memory *memory)
+static int register_with_key(struct nic *nic, struct memory *memory, struct fid_mr **mr)
 {
-    const struct fi_domain_attr *domain = port->fabric_info->domain_attr;
+    const struct fi_domain_attr *domain = nic->info->domain_attr;
     bool chooses = !(domain->mr_mode & FI_MR_PROV_KEY);
     int rc;
     do {
@@ -82,43 +74,102 @@ static int register_with_key(struct pdd_port *port, struct memory *memory)
             return -EIO;
         if (domain->mr_key_size < sizeof key)
             key &= (1ull << 8 * domain->mr_key_size) - 1;
-        rc = fi_mr_reg(port->domain, (void *)memory->address, memory->length_bytes, FI_WRITE | FI_REMOTE_WRITE, 0, key,
-                       0, &memory->mr, NULL);
+        rc = fi_mr_reg(nic->domain, (void *)memory->address, memory->length_bytes, FI_WRITE | FI_REMOTE_WRITE, 0, key,
+                       0, mr, NULL);
     } while (chooses && rc == -FI_ENOKEY);
     return rc;
+}
+
+/* Its key, and the endpoint where its one peer writes. */
+static int register_at(struct pdd_port *port, struct memory *memory, uint32_t number, struct nic_address *out)
+{
+    struct nic *nic = &port->nics[number];
+    size_t num_bytes = 0;
+    int rc = register_with_key(nic, memory, &memory->at[number].mr);
+    if (!rc)
+        rc = pdd_endpoint_open(port, nic, NULL, &memory->at[number].endpoint);
+    if (!rc)
+        rc = pdd_endpoint_name(&memory->at[number].endpoint, out->bytes, &num_bytes);
+    if (rc)
+        return rc;
+    memory->at[number].descriptor = fi_mr_desc(memory->at[number].mr);
+    out->num_bytes = (uint32_t)num_bytes;
+    out->key = fi_mr_key(memory->at[number].mr);
+    out->base = nic->info->domain_attr->mr_mode & FI_MR_VIRT_ADDR ? memory->address : 0;
+    return 0;
+}
+
+static int register_everywhere(struct pdd_port *port, struct memory *memory, struct target_address *out)
+{
+    memory->at = calloc(port->num_nics, sizeof *memory->at);
+    if (!memory->at)
+        return -ENOMEM;
+    if (getrandom(memory->token, sizeof memory->token, 0) != sizeof memory->token)
+        return -EIO;
+    out->length_bytes = memory->length_bytes;
+    out->num_nics = port->num_nics;
+    if (port->copying) {
+        out->copies = 1;
+        memcpy(out->machine, port->copying->machine, sizeof out->machine);
+        memcpy(out->name, port->copying->name, sizeof out->name);
+        memcpy(out->token, memory->token, sizeof out->token);
+    }
+    int rc = 0;
+    for (uint32_t i = 0; i < port->num_nics && !rc; i++)
+        rc = register_at(port, memory, i, &out->nics[i]);
+    return rc;
+}
+
+static int close_keys(struct memory *memory, uint32_t num_nics)
+{
+    int rc = 0;
+    for (uint32_t i = 0; memory->at && i < num_nics; i++) {
+        int closed = memory->at[i].mr ? fi_close(&memory->at[i].mr->fid) : 0;
+        memory->at[i].mr = NULL;
+        rc = closed ? closed : rc;
+    }
+    return rc;
+}
+
+static void close_endpoints(struct memory *memory, uint32_t num_nics)
+{
+    for (uint32_t i = 0; memory->at && i < num_nics; i++)
+        pdd_endpoint_close(&memory->at[i].endpoint);
+}
+
+void pdd_free_memory(struct memory *memory, uint32_t num_nics)
+{
+    close_endpoints(memory, num_nics);
+    close_keys(memory, num_nics);
+    free(memory->at);
+    memory->at = NULL;
+    if (memory->place.taken && memory->fd >= 0)
+        close(memory->fd);
+    leave_place(&memory->place);
 }
 
 int pdd_do_register(struct pdd_port *port, struct call *call)
 {
     struct memory *memory = take_place(port->memories, sizeof *memory, &port->num_memories, MAX_MEMORIES);
-    struct pdd_memory *out = call->memory;
-    size_t address_bytes = 0;
+    struct target_address address = {0};
     if (!memory)
         return -ENOSPC;
     memory->address = call->address;
     memory->length_bytes = call->length_bytes;
-    int rc = register_with_key(port, memory);
+    memory->fd = call->fd < 0 ? -1 : fcntl(call->fd, F_DUPFD_CLOEXEC, 0);
+    int rc = call->fd >= 0 && memory->fd < 0 ? -errno : register_everywhere(port, memory, &address);
     if (!rc)
-        rc = pdd_endpoint_open(port, &memory->endpoint);
-    if (!rc)
-        rc = pdd_endpoint_name(&memory->endpoint, out->address, &address_bytes);
-    if (rc) {
-        pdd_endpoint_close(&memory->endpoint);
-        if (memory->mr)
-            fi_close(&memory->mr->fid);
-        memory->mr = NULL;
-        leave_place(&memory->place);
+        rc = pdd_write_address(&address, call->memory->address, sizeof call->memory->address);
+    if (rc < 0) {
+        pdd_free_memory(memory, port->num_nics);
         return rc;
     }
-    memory->descriptor = fi_mr_desc(memory->mr);
-    out->memory = memory->place.handle;
-    out->address_bytes = (uint32_t)address_bytes;
-    out->key = fi_mr_key(memory->mr);
-    out->base = port->fabric_info->domain_attr->mr_mode & FI_MR_VIRT_ADDR ? memory->address : 0;
+    call->memory->address_bytes = (uint32_t)rc;
+    call->memory->memory = memory->place.handle;
     return 0;
 }
 
-/* The endpoint goes first: with it goes a message that is half here. Writes that read from this memory end. */
+/* The endpoints go first: with them goes a message that is half here. Writes that read from this memory end. */
 int pdd_do_release(struct pdd_port *port, struct call *call)
 {
     struct memory *memory = pdd_find_memory(port, call->handle);
@@ -127,77 +178,97 @@ int pdd_do_release(struct pdd_port *port, struct call *call)
     for (uint32_t slot = 0; slot < port->max_writes; slot++)
         if (port->live[slot] && port->live[slot]->spec.memory == call->handle)
             pdd_cancel_write(port, port->live[slot]);
+    pdd_close_readers_of(port, memory);
+    pdd_forget_source(port, call->handle);
     memory->place.handle = 0;
-    if (!must_linger(port)) {
-        pdd_endpoint_close(&memory->endpoint);
-        leave_place(&memory->place);
+    if (!port->wakes) { /* its endpoints stay until the port closes: see must_linger in pdd_path.c */
+        for (uint32_t i = 0; i < port->num_nics; i++)
+            list_remove(&memory->at[i].endpoint.link);
+        return close_keys(memory, port->num_nics);
     }
-    int rc = fi_close(&memory->mr->fid);
-    memory->mr = NULL;
+    close_endpoints(memory, port->num_nics);
+    int rc = close_keys(memory, port->num_nics);
+    pdd_free_memory(memory, port->num_nics);
     return rc;
 }
 
 /* ---- peers ---- */
 /* What comes over a network must not be taken for an address that is longer than it is. */
-static bool is_address(const struct pdd_port *port, const uint8_t *address, uint32_t bytes)
+static bool is_address(const struct nic *nic, const struct nic_address *address)
 {
-    if (bytes > MAX_ADDRESS_BYTES)
-        return false;
-    switch (port->fabric_info->addr_format) {
+    const uint8_t *bytes = address->bytes;
+    switch (nic->info->addr_format) {
     case FI_SOCKADDR_IN:
-        return bytes == sizeof(struct sockaddr_in) && ((const struct sockaddr_in *)address)->sin_family == AF_INET;
+        return address->num_bytes == sizeof(struct sockaddr_in) &&
+               ((const struct sockaddr_in *)(const void *)bytes)->sin_family == AF_INET;
     case FI_SOCKADDR_IN6:
-        return bytes == sizeof(struct sockaddr_in6) && ((const struct sockaddr_in6 *)address)->sin6_family == AF_INET6;
+        return address->num_bytes == sizeof(struct sockaddr_in6) &&
+               ((const struct sockaddr_in6 *)(const void *)bytes)->sin6_family == AF_INET6;
     case FI_ADDR_STR:
-        return bytes > 1 && !address[bytes - 1] && !strncmp((const char *)address, "fi_", 3);
+        return address->num_bytes > 1 && !bytes[address->num_bytes - 1] && !strncmp((const char *)bytes, "fi_", 3);
     default:
-        return bytes == port->address_bytes;
+        return address->num_bytes == nic->address_bytes;
     }
 }
 
-static int allocate_messages(struct peer *peer, uint32_t number)
+/* As many as the side with more NICs has: where both have as many, number n goes to number n, as rails are wired. */
+static int open_paths(struct pdd_port *port, struct peer *peer, const struct target_address *target)
 {
-    peer->messages = calloc(number, sizeof *peer->messages);
-    peer->free_messages = calloc(number, sizeof *peer->free_messages);
-    if (!peer->messages || !peer->free_messages)
+    uint32_t number = port->num_nics > target->num_nics ? port->num_nics : target->num_nics;
+    peer->paths = calloc(number, sizeof *peer->paths);
+    if (!peer->paths)
         return -ENOMEM;
-    for (peer->num_free = 0; peer->num_free < number; peer->num_free++) {
-        peer->messages[peer->num_free].peer = peer;
-        peer->free_messages[peer->num_free] = peer->num_free;
+    for (uint32_t i = 0; i < number; i++) {
+        const struct nic_address *remote = &target->nics[i % target->num_nics];
+        struct path *path = &peer->paths[peer->num_paths];
+        path->peer = peer;
+        path->nic = &port->nics[i % port->num_nics];
+        path->key = remote->key;
+        path->base = remote->base;
+        memcpy(path->remote, remote->bytes, sizeof path->remote);
+        if (!is_address(path->nic, remote))
+            return -EINVAL;
+        peer->num_paths++;
+        int rc = pdd_path_init(port, path);
+        if (rc)
+            return rc;
     }
     return 0;
 }
 
-/* The endpoint first: it knows the messages. */
 void pdd_free_peer(struct pdd_port *port, struct peer *peer)
 {
-    if (must_linger(port) && has_messages_out(port, peer))
+    bool lingers = false;
+    if (peer->copier)
+        pdd_copier_free(port, peer->copier);
+    peer->copier = NULL;
+    for (uint32_t i = 0; i < peer->num_paths; i++) {
+        pdd_path_close(port, &peer->paths[i]);
+        lingers |= peer->paths[i].messages != NULL;
+    }
+    if (lingers)
         return;
-    pdd_endpoint_close(&peer->endpoint);
-    free(peer->messages);
-    free(peer->free_messages);
-    peer->messages = NULL;
-    peer->free_messages = NULL;
+    free(peer->paths);
+    peer->paths = NULL;
+    peer->num_paths = 0;
     leave_place(&peer->place);
 }
 
 int pdd_do_add_peer(struct pdd_port *port, struct call *call)
 {
-    _Alignas(16) uint8_t address[MAX_ADDRESS_BYTES];
-    if (call->length_bytes > sizeof address)
-        return -EINVAL;
-    memcpy(address, call->bytes, call->length_bytes);
-    if (!is_address(port, address, (uint32_t)call->length_bytes))
+    struct target_address target;
+    if (!pdd_read_address(call->bytes, (uint32_t)call->length_bytes, &target))
         return -EINVAL;
     struct peer *peer = take_place(port->peers, sizeof *peer, &port->num_peers, MAX_PEERS);
     if (!peer)
         return -ENOSPC;
     list_init(&peer->ready);
-    int rc = allocate_messages(peer, port->max_in_flight);
-    if (!rc)
-        rc = pdd_endpoint_open(port, &peer->endpoint);
-    if (!rc && fi_av_insert(peer->endpoint.av, address, 1, &peer->address, 0, NULL) != 1)
-        rc = -EINVAL;
+    peer->length_bytes = target.length_bytes;
+    int rc = open_paths(port, peer, &target);
+    if (!rc && target.copies && port->copying && !memcmp(target.machine, port->copying->machine, MACHINE_BYTES)) {
+        peer->copier = pdd_copier_new(port, peer, target.name, target.token);
+        rc = peer->copier ? 0 : -ENOMEM;
+    }
     if (rc) {
         pdd_free_peer(port, peer);
         return rc;
@@ -206,21 +277,41 @@ int pdd_do_add_peer(struct pdd_port *port, struct call *call)
     return 0;
 }
 
+/* What did complete shall not be called cancelled. */
+static void take_completions(struct pdd_port *port, struct peer *peer)
+{
+    for (uint32_t i = 0; i < peer->num_paths; i++)
+        while (peer->paths[i].endpoint.ep && pdd_read_cq(port, &peer->paths[i].endpoint))
+            ;
+    pdd_reap_copies(port);
+}
+
 int pdd_do_drop_peer(struct pdd_port *port, struct call *call)
 {
     struct peer *peer = pdd_find_peer(port, call->handle);
     if (!peer)
         return -ENOENT;
-    while (pdd_read_cq(port, &peer->endpoint)) /* what did complete shall not be called cancelled */
-        ;
-    port->in_flight -= port->max_in_flight - peer->num_free;
+    take_completions(port, peer);
     peer->place.handle = 0;
-    if (!must_linger(port) || !has_messages_out(port, peer))
-        pdd_endpoint_close(&peer->endpoint); /* nothing reads the sources from here on */
+    /* Nothing reads the sources from here on, so that their writes may end. */
+    pdd_free_peer(port, peer);
     for (uint32_t slot = 0; slot < port->max_writes; slot++)
         if (port->live[slot] && port->live[slot]->peer == peer)
             pdd_abandon_write(port, port->live[slot], ECANCELED);
-    pdd_free_peer(port, peer);
+    return 0;
+}
+
+int pdd_do_get_peer(struct pdd_port *port, struct call *call)
+{
+    const struct peer *peer = pdd_find_peer(port, call->handle);
+    if (!peer)
+        return -ENOENT;
+    *call->peer_info = (struct pdd_peer_info){
+        .copies = peer->copier && peer->copier->reconnect.after_ns <= port->now_ns,
+        .num_paths = peer->num_paths,
+    };
+    for (uint32_t i = 0; i < peer->num_paths; i++)
+        call->peer_info->num_open += peer->paths[i].endpoint.ep != NULL;
     return 0;
 }
 

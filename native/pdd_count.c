@@ -54,7 +54,7 @@ int pdd_expect(pdd_port *port, uint32_t immediate, uint32_t num_pieces)
     atomic_store(&count->word, word);
     if (word & REACHED)
         reached_by_caller(port, immediate);
-    else if (port->endpoint.fd < 0)
+    else if (!port->wakes)
         pdd_wake(port); /* it polls faster while something is expected */
     return 0;
 }
@@ -157,9 +157,10 @@ void pdd_count_arrival(struct pdd_port *port, uint32_t data)
         counted = with_reached(word + weight);
     } while (!atomic_compare_exchange_weak(&count->word, &word, counted));
     if (!pieces_of(word))
-        count->first_ns = port->now_ns;
-    count->last_ns = port->now_ns;
+        count->first_ns = count->last_ns = monotonic_ns();
     if (counted & REACHED) {
+        if (pieces_of(word))
+            count->last_ns = monotonic_ns();
         atomic_fetch_sub(&port->num_armed, 1);
         pdd_push_reached(port, immediate);
     }

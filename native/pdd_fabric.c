@@ -19,12 +19,13 @@ static int call_and_wait(struct pdd_port *port, struct call *call)
     return call->result;
 }
 
-int pdd_register(pdd_port *port, uint64_t address, uint64_t length_bytes, struct pdd_memory *memory)
+int pdd_register(pdd_port *port, uint64_t address, uint64_t length_bytes, int32_t fd, struct pdd_memory *memory)
 {
     struct call call = {
         .function = pdd_do_register,
         .address = address,
         .length_bytes = length_bytes,
+        .fd = fd,
         .memory = memory,
     };
     uint64_t end;
@@ -51,6 +52,12 @@ int pdd_add_peer(pdd_port *port, const uint8_t *address, uint32_t address_bytes,
 int pdd_drop_peer(pdd_port *port, uint32_t peer)
 {
     struct call call = {.function = pdd_do_drop_peer, .handle = peer};
+    return call_and_wait(port, &call);
+}
+
+int pdd_get_peer(pdd_port *port, uint32_t peer, struct pdd_peer_info *info)
+{
+    struct call call = {.function = pdd_do_get_peer, .handle = peer, .peer_info = info};
     return call_and_wait(port, &call);
 }
 
@@ -91,12 +98,13 @@ static uint32_t greatest(const uint32_t *pages, uint32_t number)
     return found;
 }
 
-/* Nothing outside the registered source is read and no address wraps round. The target's own bounds are its key's. */
+/* Nothing outside the two registrations is read or written, and no address wraps round. */
 static int check_write(struct pdd_port *port, const struct pdd_write *spec)
 {
     const struct memory *memory = pdd_find_memory(port, spec->memory);
+    const struct peer *peer = pdd_find_peer(port, spec->peer);
     uint64_t source_end, target_end, total;
-    if (!pdd_find_peer(port, spec->peer) || !memory || (spec->watch && !pdd_find_watch(port, spec->watch)))
+    if (!peer || !memory || (spec->watch && !pdd_find_watch(port, spec->watch)))
         return -ENOENT;
     if (!spec->num_layers || !spec->num_pages || !spec->num_pieces || spec->immediate & WEIGHT_MASK)
         return -EINVAL;
@@ -114,7 +122,8 @@ static int check_write(struct pdd_port *port, const struct pdd_write *spec)
                       target_page, piece->target_offset_bytes, piece->length_bytes, &target_end) ||
             !furthest(spec->source_base, spec->source_layer_bytes, spec->num_layers, spec->source_page_bytes,
                       source_page, piece->source_offset_bytes, piece->length_bytes, &source_end) ||
-            spec->source_base < memory->address || source_end > memory->address + memory->length_bytes)
+            spec->source_base < memory->address || source_end > memory->address + memory->length_bytes ||
+            target_end > peer->length_bytes)
             return -ERANGE;
     }
     return 0;
@@ -215,4 +224,17 @@ void pdd_get_stats(const pdd_port *port, struct pdd_stats *stats)
     COPY_STAT(num_errors);
     COPY_STAT(num_busy);
     COPY_STAT(num_wakeups);
+    COPY_STAT(num_copied_bytes);
+    COPY_STAT(num_failed_paths);
+}
+
+int pdd_get_nic_stats(const pdd_port *port, uint32_t nic, struct pdd_nic_stats *stats)
+{
+    if (nic >= port->num_nics)
+        return -ENOENT;
+    const struct nic *counted = &port->nics[nic];
+    stats->num_bytes = atomic_load_explicit(&counted->num_bytes, memory_order_relaxed);
+    stats->num_arrived = atomic_load_explicit(&counted->num_arrived, memory_order_relaxed);
+    stats->num_failed_paths = atomic_load_explicit(&counted->num_failed_paths, memory_order_relaxed);
+    return 0;
 }

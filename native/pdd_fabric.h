@@ -1,4 +1,4 @@
-/* One-sided writes with counted arrivals, over libfabric: the whole C API.
+/* One-sided writes with counted arrivals, over libfabric or within one machine: the whole C API.
  *
  * This file is also the cdef that Python sees: lines that start with '#' are dropped, so nothing here may need them.
  *
@@ -15,9 +15,12 @@ typedef struct pdd_port pdd_port;
 
 struct pdd_options {
     const char *providers; /* names in order of choice, separated by commas; exactly these and no other */
-    const char *host;      /* address to listen on; ignored by shm */
+    const char *hosts;     /* the address of each NIC to listen on, separated by commas; ignored by shm */
+    const uint32_t *cores; /* that the progress thread may run on */
+    uint32_t num_cores;    /* 0: on any */
     uint32_t spin_us;      /* how long the progress thread polls after the last activity before it blocks */
     uint32_t max_writes;   /* writes accepted and not yet drained; 0: 4096 */
+    uint32_t copies;       /* 1: peers of this machine and user may have their pages copied, not sent */
 };
 
 struct pdd_info {
@@ -25,17 +28,18 @@ struct pdd_info {
     char library_version[16];
     uint32_t pages_per_write;
     uint32_t fences;
+    uint32_t num_nics;
+    uint32_t reserved;
     uint64_t max_write_bytes;
 };
 
-/* A registration has an endpoint of its own, where its one peer writes: releasing it closes that endpoint too, and with
- * it a message of which half has arrived. Closing the key alone would let the second half in. */
+/* A registration has endpoints of its own, one for each NIC, where its one peer writes: releasing it closes those too,
+ * and with them a message of which half has arrived. Closing the keys alone would let the second half in. Addresses and
+ * keys of all of them are in `address`, which pdd_add_peer takes. */
 struct pdd_memory {
     uint32_t memory;
     uint32_t address_bytes;
-    uint64_t key;
-    uint64_t base;
-    uint8_t address[256];
+    uint8_t address[1024];
 };
 
 struct pdd_piece {
@@ -47,11 +51,10 @@ struct pdd_piece {
 /* See Write in pdd/fabric/port.py. The arrays are copied. */
 struct pdd_write {
     uint64_t token;
-    uint64_t key;
     uint64_t source_base;
     uint64_t source_layer_bytes;
     uint64_t source_page_bytes;
-    uint64_t target_base;
+    uint64_t target_base; /* from the begin of the peer's registration on */
     uint64_t target_layer_bytes;
     uint64_t target_page_bytes;
     uint64_t counter_base;
@@ -78,12 +81,12 @@ struct pdd_event {
     uint64_t token;      /* WRITE_DONE */
     uint64_t num_pieces; /* WRITE_DONE: posted; STRAY: arrived */
     uint64_t num_bytes;  /* WRITE_DONE: posted */
-    uint64_t first_ns;   /* COUNT_REACHED: CLOCK_MONOTONIC of the first and of the last arrival */
-    uint64_t last_ns;
+    uint64_t first_ns;   /* CLOCK_MONOTONIC. COUNT_REACHED: of the first arrival; WRITE_DONE: of the first post, or 0 */
+    uint64_t last_ns;    /* COUNT_REACHED: of the last arrival */
 };
 
 struct pdd_stats {
-    uint64_t num_messages;       /* handed to libfabric */
+    uint64_t num_messages;       /* handed to libfabric, and copies asked for */
     uint64_t num_pieces;         /* in those messages */
     uint64_t num_bytes;
     uint64_t num_arrived;        /* pieces counted or stray */
@@ -92,6 +95,21 @@ struct pdd_stats {
     uint64_t num_errors;         /* completions in error */
     uint64_t num_busy;           /* times that libfabric said EAGAIN */
     uint64_t num_wakeups;        /* returns from poll */
+    uint64_t num_copied_bytes;   /* for peers of this machine, by the target's port */
+    uint64_t num_failed_paths;   /* times that a way to a peer was given up */
+};
+
+struct pdd_nic_stats {
+    uint64_t num_bytes;        /* sent */
+    uint64_t num_arrived;      /* pieces */
+    uint64_t num_failed_paths; /* of those that begin here */
+};
+
+/* How a peer is reached at this moment. */
+struct pdd_peer_info {
+    uint32_t copies;    /* 1: its pages are copied; the NICs rest */
+    uint32_t num_paths; /* pairs of a NIC of ours and one of the peer's */
+    uint32_t num_open;  /* of those; the others failed and are tried again later */
 };
 
 /* Opens a port, or writes into `message` why not and what to do. The process's signal handlers stay as they were. */
@@ -103,14 +121,16 @@ void pdd_free(pdd_port *port);
 
 void pdd_get_info(const pdd_port *port, struct pdd_info *info);
 void pdd_get_stats(const pdd_port *port, struct pdd_stats *stats);
-/* Copies the port's own address; returns its length. */
-int pdd_address(const pdd_port *port, uint8_t *address, uint32_t max_bytes);
+int pdd_get_nic_stats(const pdd_port *port, uint32_t nic, struct pdd_nic_stats *stats);
 
-/* Control path (waits). A handle is never 0 and is not used again for something else. */
-int pdd_register(pdd_port *port, uint64_t address, uint64_t length_bytes, struct pdd_memory *memory);
+/* Control path (waits). A handle is never 0 and is not used again for something else. `fd`: what the memory is mapped
+ * from, beginning at its first byte, a memfd that cannot shrink; peers of this machine read from it. -1: none, then
+ * it can be copied to but not from. */
+int pdd_register(pdd_port *port, uint64_t address, uint64_t length_bytes, int32_t fd, struct pdd_memory *memory);
 int pdd_release(pdd_port *port, uint32_t memory);
 int pdd_add_peer(pdd_port *port, const uint8_t *address, uint32_t address_bytes, uint32_t *peer);
 int pdd_drop_peer(pdd_port *port, uint32_t peer);
+int pdd_get_peer(pdd_port *port, uint32_t peer, struct pdd_peer_info *info);
 int pdd_watch(pdd_port *port, uint64_t counter_address, int32_t wake_fd, uint32_t *watch);
 int pdd_unwatch(pdd_port *port, uint32_t watch);
 

@@ -1,14 +1,13 @@
 /* The objects that live as long as the port. */
+#include "pdd_copy.h"
 #include "pdd_choose.h"
-#include "pdd_port.h"
 
+#include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
-
-enum { CQ_SIZE = 8192 };
 
 /* ---- the process's signal handlers ---- */
 static void save_handlers(struct sigaction *saved)
@@ -25,82 +24,18 @@ static void restore_handlers(const struct sigaction *saved)
             sigaction(number, &saved[number], NULL);
 }
 
-/* ---- endpoints ---- */
-/* In 1.17 the fd of a CQ of `net` stays readable after its first completion: its fi_trywait forgets to reset it. The fd
- * of a wait set is reset by fi_wait. Fixed in later releases, where the provider is called tcp. */
-static int open_cq_in_wait_set(struct pdd_port *port, struct endpoint *endpoint)
+/* ---- fabric ---- */
+/* Whether it works at all, and what its endpoints are like. */
+static int try_nic(struct pdd_port *port, struct nic *nic)
 {
-    struct fi_wait_attr wait = {.wait_obj = FI_WAIT_FD};
-    struct fi_cq_attr attr = {.size = CQ_SIZE, .format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_SET};
-    int rc = fi_wait_open(port->fabric, &wait, &endpoint->wait_set);
-    attr.wait_set = endpoint->wait_set;
-    if (!rc)
-        rc = fi_cq_open(port->domain, &attr, &endpoint->cq, NULL);
-    return rc ? rc : fi_control(&endpoint->wait_set->fid, FI_GETWAIT, &endpoint->fd);
-}
-
-static int open_cq(struct pdd_port *port, struct endpoint *endpoint)
-{
-    struct fi_cq_attr attr = {.size = CQ_SIZE, .format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_FD};
-    if (!strcmp(port->fabric_info->fabric_attr->prov_name, "net"))
-        return open_cq_in_wait_set(port, endpoint);
-    if (fi_cq_open(port->domain, &attr, &endpoint->cq, NULL)) {
-        attr.wait_obj = FI_WAIT_NONE;
-        return fi_cq_open(port->domain, &attr, &endpoint->cq, NULL);
-    }
-    return fi_control(&endpoint->cq->fid, FI_GETWAIT, &endpoint->fd);
-}
-
-int pdd_endpoint_open(struct pdd_port *port, struct endpoint *endpoint)
-{
-    struct fi_av_attr av = {.type = FI_AV_UNSPEC, .count = 1};
-    *endpoint = (struct endpoint){.fd = -1};
-    int rc = open_cq(port, endpoint);
-    if (!rc)
-        rc = fi_endpoint(port->domain, port->fabric_info, &endpoint->ep, NULL);
-    if (!rc)
-        rc = fi_av_open(port->domain, &av, &endpoint->av, NULL);
-    if (!rc)
-        rc = fi_ep_bind(endpoint->ep, &endpoint->av->fid, 0);
-    if (!rc)
-        rc = fi_ep_bind(endpoint->ep, &endpoint->cq->fid, FI_TRANSMIT | FI_RECV);
-    if (!rc)
-        rc = fi_enable(endpoint->ep);
+    struct endpoint endpoint;
+    uint8_t address[MAX_ADDRESS_BYTES];
+    int rc = pdd_endpoint_open(port, nic, NULL, &endpoint);
     if (rc)
-        pdd_endpoint_close(endpoint);
-    return rc;
-}
-
-void pdd_endpoint_close(struct endpoint *endpoint)
-{
-    struct fid *fids[] = {
-        endpoint->ep ? &endpoint->ep->fid : NULL,
-        endpoint->av ? &endpoint->av->fid : NULL,
-        endpoint->cq ? &endpoint->cq->fid : NULL,
-        endpoint->wait_set ? &endpoint->wait_set->fid : NULL,
-    };
-    for (size_t i = 0; i < sizeof fids / sizeof *fids; i++)
-        if (fids[i])
-            fi_close(fids[i]);
-    *endpoint = (struct endpoint){.fd = -1};
-}
-
-int pdd_endpoint_name(const struct endpoint *endpoint, uint8_t *address, size_t *address_bytes)
-{
-    *address_bytes = MAX_ADDRESS_BYTES;
-    return fi_getname(&endpoint->ep->fid, address, address_bytes);
-}
-
-static int open_fabric(struct pdd_port *port)
-{
-    struct fi_info *info = port->fabric_info;
-    int rc = fi_fabric(info->fabric_attr, &port->fabric, NULL);
-    if (!rc)
-        rc = fi_domain(port->fabric, info, &port->domain, NULL);
-    if (!rc)
-        rc = pdd_endpoint_open(port, &port->endpoint);
-    if (!rc)
-        rc = pdd_endpoint_name(&port->endpoint, port->address, &port->address_bytes);
+        return rc;
+    rc = pdd_endpoint_name(&endpoint, address, &nic->address_bytes);
+    nic->wakes = endpoint.fd >= 0;
+    pdd_endpoint_close(&endpoint);
     return rc;
 }
 
@@ -109,28 +44,26 @@ static void close_fabric(struct pdd_port *port)
     for (uint32_t i = 0; i < port->num_peers; i++)
         pdd_free_peer(port, &port->peers[i]);
     for (uint32_t i = 0; i < port->num_memories; i++)
-        pdd_endpoint_close(&port->memories[i].endpoint);
-    pdd_endpoint_close(&port->endpoint);
-    for (uint32_t i = 0; i < port->num_memories; i++)
-        if (port->memories[i].mr)
-            fi_close(&port->memories[i].mr->fid);
-    if (port->domain)
-        fi_close(&port->domain->fid);
-    if (port->fabric)
-        fi_close(&port->fabric->fid);
+        pdd_free_memory(&port->memories[i], port->num_nics);
+    pdd_copying_close(port);
+    for (uint32_t i = 0; i < port->num_nics; i++)
+        pdd_nic_close(&port->nics[i]);
 }
 
 /* ---- port ---- */
-static uint32_t least(uint64_t a, uint64_t b) { return (uint32_t)(a < b ? a : b); }
-
-static void set_limits(struct pdd_port *port, const struct pdd_options *options)
+/* A write is posted by whatever NIC has credit: what one of them cannot, none is asked. */
+static void set_limits(struct pdd_port *port)
 {
-    const struct fi_info *info = port->fabric_info;
-    uint32_t iov = least(info->tx_attr->iov_limit, info->tx_attr->rma_iov_limit);
-    port->max_iov = least(iov ? iov : 1, MAX_IOV);
-    port->max_in_flight = least(info->tx_attr->size ? info->tx_attr->size : 1, MAX_IN_FLIGHT);
-    port->max_message_bytes = info->ep_attr->max_msg_size;
-    port->spin_ns = options->spin_us * 1000ull;
+    port->max_iov = MAX_IOV;
+    port->max_message_bytes = UINT64_MAX;
+    port->wakes = true;
+    for (uint32_t i = 0; i < port->num_nics; i++) {
+        const struct fi_info *info = port->nics[i].info;
+        uint64_t iov = least(info->tx_attr->iov_limit, info->tx_attr->rma_iov_limit);
+        port->max_iov = (uint32_t)least(port->max_iov, iov ? iov : 1);
+        port->max_message_bytes = least(port->max_message_bytes, info->ep_attr->max_msg_size);
+        port->wakes = port->wakes && port->nics[i].wakes;
+    }
 }
 
 static int allocate(struct pdd_port *port, uint32_t max_writes)
@@ -140,11 +73,13 @@ static int allocate(struct pdd_port *port, uint32_t max_writes)
     port->slot_cancelled = calloc(max_writes, sizeof *port->slot_cancelled);
     port->free_slots = calloc(max_writes, sizeof *port->free_slots);
     port->live = calloc(max_writes, sizeof *port->live);
+    port->max_fds = MIN_FDS;
+    port->fds = calloc(MIN_FDS, sizeof *port->fds);
     /* Of commands there are at most: each write and its cancel, a reached count for each reservation, one call that
      * waits, and the stop. */
     if (!pdd_ring_init(&port->commands, 2 * max_writes + MAX_COUNTS + 2, sizeof(struct command)) ||
         !pdd_ring_init(&port->events, max_writes + MAX_COUNTS + MAX_STRAYS + 1, sizeof(struct pdd_event)) ||
-        !port->slot_writes || !port->slot_cancelled || !port->free_slots || !port->live)
+        !port->slot_writes || !port->slot_cancelled || !port->free_slots || !port->live || !port->fds)
         return -ENOMEM;
     while (port->num_free_slots < max_writes) {
         port->free_slots[port->num_free_slots] = max_writes - 1 - port->num_free_slots;
@@ -156,13 +91,23 @@ static int allocate(struct pdd_port *port, uint32_t max_writes)
 }
 
 /* The progress thread takes no signals: they belong to the process's main thread. */
-static int start_thread(struct pdd_port *port)
+static int start_thread(struct pdd_port *port, const struct pdd_options *options)
 {
     sigset_t all, before;
+    cpu_set_t cores;
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    CPU_ZERO(&cores);
+    for (uint32_t i = 0; i < options->num_cores; i++)
+        if (options->cores[i] < CPU_SETSIZE)
+            CPU_SET(options->cores[i], &cores);
+    if (options->num_cores)
+        pthread_attr_setaffinity_np(&attributes, sizeof cores, &cores);
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    int rc = -pthread_create(&port->thread, NULL, pdd_progress, port);
+    int rc = -pthread_create(&port->thread, &attributes, pdd_progress, port);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
     port->closed = rc != 0;
     return rc;
 }
@@ -176,26 +121,59 @@ static int fail(char *message, uint32_t message_bytes, int rc, const char *forma
     return rc;
 }
 
+static int open_nic(struct pdd_port *port, const struct pdd_options *options, char *message, uint32_t message_bytes)
+{
+    struct nic *nic = &port->nics[port->num_nics++];
+    char offers[512];
+    int rc = pdd_nic_open(nic, options);
+    if (rc == -ENODATA) {
+        pdd_list_offers(offers, sizeof offers);
+        return fail(message, message_bytes, rc,
+                    "libfabric %s has none of the providers [%s] with one-sided writes on host %s; it offers: %s",
+                    fi_tostr("", FI_TYPE_VERSION), options->providers, nic->host, offers);
+    }
+    if (!rc)
+        rc = try_nic(port, nic);
+    return rc ? fail(message, message_bytes, rc, "libfabric provider %s cannot be opened on host %s: %s",
+                     nic->info->fabric_attr->prov_name, nic->host, fi_strerror(-rc))
+              : 0;
+}
+
+static int open_nics(struct pdd_port *port, const struct pdd_options *options, char *message, uint32_t message_bytes)
+{
+    const char *host = options->hosts;
+    while (true) {
+        size_t length = strcspn(host, ",");
+        if (port->num_nics == MAX_NICS || length >= sizeof port->nics[0].host)
+            return fail(message, message_bytes, -E2BIG, "a port has at most %d NICs; asked for were %s", MAX_NICS,
+                        options->hosts);
+        memcpy(port->nics[port->num_nics].host, host, length);
+        int rc = open_nic(port, options, message, message_bytes);
+        if (rc || !host[length])
+            return rc;
+        host += length + 1;
+    }
+}
+
 static int open_port(struct pdd_port *port, const struct pdd_options *options, char *message, uint32_t message_bytes)
 {
-    char offers[512];
     int rc = allocate(port, options->max_writes ? options->max_writes : 4096);
     if (rc)
         return fail(message, message_bytes, rc, "no memory or no file descriptor for a port: %s", strerror(-rc));
-    port->fabric_info = pdd_choose_provider(options);
-    if (!port->fabric_info) {
-        pdd_list_offers(offers, sizeof offers);
-        return fail(message, message_bytes, -ENODATA,
-                    "libfabric %s has none of the providers [%s] with one-sided writes on host %s; it offers: %s",
-                    fi_tostr("", FI_TYPE_VERSION), options->providers, options->host, offers);
-    }
-    set_limits(port, options);
-    rc = open_fabric(port);
+    rc = open_nics(port, options, message, message_bytes);
     if (rc)
-        return fail(message, message_bytes, rc, "libfabric provider %s cannot be opened on host %s: %s",
-                    port->fabric_info->fabric_attr->prov_name, options->host, fi_strerror(-rc));
-    rc = start_thread(port);
-    return rc ? fail(message, message_bytes, rc, "the progress thread cannot be started: %s", strerror(-rc)) : 0;
+        return rc;
+    set_limits(port);
+    snprintf(port->provider, sizeof port->provider, "%s", port->nics[0].info->fabric_attr->prov_name);
+    port->spin_ns = options->spin_us * 1000ull;
+    if (options->copies && (rc = pdd_copying_open(port)))
+        return fail(message, message_bytes, rc, "the socket for peers of this machine cannot be opened: %s",
+                    strerror(-rc));
+    rc = start_thread(port, options);
+    return rc ? fail(message, message_bytes, rc,
+                     "the progress thread cannot be started, on %s: %s", options->num_cores ? "the cores asked for" : "any core",
+                     strerror(-rc))
+              : 0;
 }
 
 int pdd_open(const struct pdd_options *options, pdd_port **out, char *message, uint32_t message_bytes)
@@ -207,6 +185,7 @@ int pdd_open(const struct pdd_options *options, pdd_port **out, char *message, u
         return fail(message, message_bytes, -ENOMEM, "no memory for a port");
     memset(port, 0, sizeof *port);
     port->wake_fd = port->event_fd = -1;
+    list_init(&port->endpoints);
     port->closed = true;
     /* libfabric takes SIGINT, SIGTERM, SIGBUS and SIGSEGV for itself while it opens. */
     save_handlers(handlers);
@@ -238,12 +217,11 @@ void pdd_free(pdd_port *port)
     pdd_close(port);
     for (uint32_t slot = 0; port->slot_writes && slot < port->max_writes; slot++)
         free(port->slot_writes[slot]);
-    if (port->fabric_info)
-        fi_freeinfo(port->fabric_info);
     free(port->slot_writes);
     free(port->slot_cancelled);
     free(port->free_slots);
     free(port->live);
+    free(port->fds);
     free(port->commands.slots);
     free(port->events.slots);
     if (port->wake_fd >= 0)
@@ -257,19 +235,12 @@ void pdd_get_info(const pdd_port *port, struct pdd_info *info)
 {
     uint32_t version = fi_version();
     memset(info, 0, sizeof *info);
-    snprintf(info->provider, sizeof info->provider, "%s", port->fabric_info->fabric_attr->prov_name);
+    snprintf(info->provider, sizeof info->provider, "%s", port->provider);
     snprintf(info->library_version, sizeof info->library_version, "%u.%u", FI_MAJOR(version), FI_MINOR(version));
     info->pages_per_write = port->max_iov;
     info->max_write_bytes = port->max_message_bytes;
+    info->num_nics = port->num_nics;
     info->fences = 1;
 }
 
 const char *pdd_strerror(int error) { return fi_strerror(error < 0 ? -error : error); }
-
-int pdd_address(const pdd_port *port, uint8_t *address, uint32_t max_bytes)
-{
-    if (port->address_bytes > max_bytes)
-        return -ENOSPC;
-    memcpy(address, port->address, port->address_bytes);
-    return (int)port->address_bytes;
-}

@@ -29,6 +29,7 @@
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
 #include <semaphore.h>
+#include <sys/uio.h>
 #include <time.h>
 
 /* Wait sets: only `net` of 1.17 needs one (see pdd_open.c); 2.0 calls them deprecated. */
@@ -38,8 +39,9 @@ enum {
     MAX_PEERS = 1024,
     MAX_MEMORIES = 1024,
     MAX_WATCHES = 64,
+    MAX_NICS = 8,
     MAX_IOV = 8,
-    MAX_ADDRESS_BYTES = 256,
+    MAX_ADDRESS_BYTES = 64,  /* of one endpoint, libfabric's own */
     NUM_SLOTS = 4096,        /* of immediates, see pdd/fabric/immediate.py */
     SLOT_SHIFT = 20,
     GENERATION_SHIFT = 7,
@@ -48,8 +50,9 @@ enum {
     WEIGHT_MASK = MAX_WEIGHT - 1,
     MAX_COUNTS = 2 * NUM_SLOTS, /* reached counts that may wait to be drained */
     MAX_STRAYS = 64,            /* stray events likewise; more are joined or only counted */
-    MAX_IN_FLIGHT = 128,        /* messages of one peer inside libfabric: bounds what a cancel must wait for */
+    MAX_IN_FLIGHT = 128,        /* messages of one path inside libfabric: bounds what a cancel must wait for */
     JOINED_BYTES = 1 << 20,     /* pieces are joined into one message up to this: beyond it, joining lost speed */
+    MIN_FDS = 2 + MAX_WATCHES + 64,
     POSTS_PER_TURN = 16,        /* messages for one peer before the next peer's turn */
 };
 
@@ -75,10 +78,25 @@ static inline void list_append(struct link *list, struct link *link)
 }
 
 /* ---- what the progress thread works on ---- */
+/* One NIC, with what libfabric opens once for it. */
+struct nic {
+    char host[256];
+    struct fi_info *info;
+    struct fid_fabric *fabric;
+    struct fid_domain *domain;
+    bool wakes; /* its CQs have an fd. Without one nobody is woken by a completion, and closing has rules: must_linger */
+    uint32_t max_in_flight;
+    size_t address_bytes; /* of its endpoints */
+    _Atomic uint64_t num_bytes, num_arrived, num_failed_paths;
+};
+
 /* With a CQ of its own: closed with the endpoint, it leaves no completion behind whose context is gone, and rxm, which
  * never takes a closed endpoint out of its CQ's wait object, has nothing to trip over. */
 struct endpoint {
-    struct fid_ep *ep;
+    struct link link; /* on the port's `endpoints` while open */
+    struct nic *nic;
+    struct path *path; /* that posts here; NULL: a peer writes here */
+    struct fid_ep *ep; /* NULL: closed */
     struct fid_av *av;
     struct fid_cq *cq;
     struct fid_wait *wait_set; /* NULL: the CQ has its own fd, or none */
@@ -104,40 +122,77 @@ struct write {
     struct watch *watch;
     struct cursor cursor; /* next piece to post */
     uint32_t slot;
-    uint32_t in_flight; /* messages inside libfabric */
+    uint32_t in_flight; /* messages inside libfabric, and copies asked for */
     int error;
-    bool ended;   /* nothing more will be posted */
+    bool ended; /* nothing more will be posted */
     uint64_t posted_pieces;
     uint64_t posted_bytes;
+    uint64_t first_ns; /* of the first post */
+};
+
+/* Neighbouring pieces of one layer that travel as one message. */
+struct batch {
+    struct iovec local[MAX_IOV];
+    struct fi_rma_iov remote[MAX_IOV]; /* addresses from the begin of the peer's registration on */
+    uint32_t num_iov, weight;
+    uint64_t bytes;
+    struct cursor next;
 };
 
 /* Context of one message. Freed only after the endpoint that knows it is closed. */
 struct message {
     struct fi_context2 context; /* first */
-    struct peer *peer;
-    struct write *write;
+    struct path *path;
+    struct write *write; /* NULL: not in flight */
 };
 
-/* A remote endpoint, and an endpoint of ours that writes to nobody else: a peer that hangs takes nothing with it, and
- * dropping it closes what could still read the source or write to the target. */
-struct peer {
-    struct place place;
+/* What is tried anew later: the longer it fails, the later. */
+struct retry {
+    uint64_t after_ns;
+    uint64_t pause_ns;
+};
+
+/* The way from one of our NICs to one of a peer's, with an endpoint of ours that writes to nobody else: a peer that
+ * hangs takes nothing with it, and closing it ends what could still read the source or write to the target. */
+struct path {
+    struct peer *peer;
+    struct nic *nic;
+    uint64_t key, base; /* of the peer's registration, at its NIC */
+    uint8_t remote[MAX_ADDRESS_BYTES];
     struct endpoint endpoint;
     fi_addr_t address;
-    struct link ready;
     struct message *messages;
     uint32_t *free_messages; /* stack of indices */
-    uint32_t num_free;
+    uint32_t num_free;       /* its credit */
     uint64_t stalled_since_ns; /* 0: not stalled. libfabric says EAGAIN since then */
-    uint64_t retry_ns;
+    uint64_t retry_ns;         /* ... and is asked again then */
+    uint64_t progress_ns;      /* last completion, or first message after a pause */
+    struct retry reopen;
+    bool failing;
+    bool lingers;
+};
+
+/* A registration of another port. */
+struct peer {
+    struct place place;
+    struct link ready;
+    uint64_t length_bytes; /* of the registration */
+    struct copier *copier; /* NULL: of another machine, or it did not work out */
+    struct path *paths;
+    uint32_t num_paths;
+    int error; /* of the way that failed last */
 };
 
 struct memory {
     struct place place;
-    struct endpoint endpoint;
-    struct fid_mr *mr;
-    void *descriptor;
     uint64_t address, length_bytes;
+    int fd; /* -1: none */
+    uint8_t token[16]; /* whoever knows it may ask for copies into this memory */
+    struct {
+        struct fid_mr *mr;
+        void *descriptor;
+        struct endpoint endpoint;
+    } *at; /* by NIC */
 };
 
 struct watch {
@@ -165,6 +220,7 @@ struct call {
     int32_t fd;
     const uint8_t *bytes;
     struct pdd_memory *memory;
+    struct pdd_peer_info *peer_info;
     int result;
     sem_t done;
 };
@@ -182,16 +238,14 @@ struct count {
 
 struct pdd_port {
     /* fixed after open */
-    struct fi_info *fabric_info;
-    struct fid_fabric *fabric;
-    struct fid_domain *domain;
-    struct endpoint endpoint; /* of the port's own address */
-    uint8_t address[MAX_ADDRESS_BYTES];
-    size_t address_bytes;
+    struct nic nics[MAX_NICS];
+    uint32_t num_nics;
+    char provider[64];
     int wake_fd, event_fd;
     uint64_t spin_ns;
-    uint32_t max_writes, max_iov, max_in_flight;
+    uint32_t max_writes, max_iov;
     uint64_t max_message_bytes;
+    bool wakes; /* every NIC's CQs have an fd */
     pthread_t thread;
 
     /* caller's thread */
@@ -211,20 +265,23 @@ struct pdd_port {
     struct count counts[NUM_SLOTS];
     struct {
         _Atomic uint64_t num_messages, num_pieces, num_bytes, num_arrived, num_strays, num_strays_unnamed, num_errors,
-            num_busy, num_wakeups;
+            num_busy, num_wakeups, num_copied_bytes, num_failed_paths;
     } stats;
 
     /* progress thread */
     bool stopping;
     int failed;
-    uint64_t now_ns, active_ns;
+    uint64_t now_ns, active_ns, checked_ns;
     struct write **live; /* by slot */
+    struct link endpoints;
     struct peer peers[MAX_PEERS];
     struct memory memories[MAX_MEMORIES];
     struct watch watches[MAX_WATCHES];
     uint32_t num_peers, num_memories, num_watches; /* high-water marks */
-    uint32_t in_flight;
-    struct pollfd fds[2 + MAX_WATCHES + MAX_PEERS + MAX_MEMORIES];
+    uint32_t in_flight;                            /* messages inside libfabric */
+    struct copying *copying;                       /* NULL: no copies */
+    struct pollfd *fds;
+    nfds_t max_fds;
     struct {
         uint32_t immediate;
         uint64_t num_pieces;
@@ -254,8 +311,20 @@ static inline int error_number(int error)
     return error > 0 && error < FI_ERRNO_OFFSET ? error : EIO;
 }
 
-/* pdd_open.c */
-int pdd_endpoint_open(struct pdd_port *port, struct endpoint *endpoint);
+static inline uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+/* ---- trying again ---- */
+static inline void retry_later(struct retry *retry, uint64_t now_ns)
+{
+    static const uint64_t FIRST_NS = 250 * 1000000ull, LONGEST_NS = 30 * 1000000000ull;
+    retry->pause_ns = retry->pause_ns ? least(2 * retry->pause_ns, LONGEST_NS) : FIRST_NS;
+    retry->after_ns = now_ns + retry->pause_ns;
+}
+
+/* pdd_nic.c */
+int pdd_nic_open(struct nic *nic, const struct pdd_options *options);
+void pdd_nic_close(struct nic *nic);
+int pdd_endpoint_open(struct pdd_port *port, struct nic *nic, struct path *path, struct endpoint *endpoint);
 void pdd_endpoint_close(struct endpoint *endpoint);
 int pdd_endpoint_name(const struct endpoint *endpoint, uint8_t *address, size_t *address_bytes);
 
@@ -268,22 +337,39 @@ int pdd_do_register(struct pdd_port *port, struct call *call);
 int pdd_do_release(struct pdd_port *port, struct call *call);
 int pdd_do_add_peer(struct pdd_port *port, struct call *call);
 int pdd_do_drop_peer(struct pdd_port *port, struct call *call);
+int pdd_do_get_peer(struct pdd_port *port, struct call *call);
 int pdd_do_watch(struct pdd_port *port, struct call *call);
 int pdd_do_unwatch(struct pdd_port *port, struct call *call);
 void pdd_free_peer(struct pdd_port *port, struct peer *peer);
+void pdd_free_memory(struct memory *memory, uint32_t num_nics);
+
+/* pdd_path.c, on the progress thread */
+int pdd_path_init(struct pdd_port *port, struct path *path);
+void pdd_path_close(struct pdd_port *port, struct path *path);
+bool pdd_path_busy(const struct path *path);
+struct path *pdd_choose_path(struct pdd_port *port, struct peer *peer);
+bool pdd_has_open_path(const struct peer *peer);
+int pdd_post_message(struct pdd_port *port, struct path *path, struct write *write);
+void pdd_message_done(struct pdd_port *port, struct message *message, int error);
+void pdd_fail_path(struct pdd_port *port, struct path *path, int error);
+void pdd_check_paths(struct pdd_port *port);
+uint64_t pdd_path_patience(const struct pdd_port *port, const struct path *path);
 
 /* pdd_write.c, on the progress thread */
 void pdd_take_write(struct pdd_port *port, struct write *write);
 void pdd_end_write(struct pdd_port *port, struct write *write, int error);
 void pdd_cancel_write(struct pdd_port *port, struct write *write);
 void pdd_abandon_write(struct pdd_port *port, struct write *write, int error);
-void pdd_message_done(struct pdd_port *port, struct message *message, int error);
+void pdd_fill_batch(const struct pdd_port *port, const struct write *write, uint32_t max_iov, struct batch *batch);
+void pdd_batch_posted(struct pdd_port *port, struct write *write, const struct batch *batch);
+void pdd_part_done(struct pdd_port *port, struct write *write, int error);
 unsigned pdd_post(struct pdd_port *port);
 unsigned pdd_sample_watches(struct pdd_port *port);
 
 /* pdd_progress.c */
 void *pdd_progress(void *port);
 void pdd_wake(struct pdd_port *port);
+void pdd_signal_fd(int fd);
 void pdd_signal_events(struct pdd_port *port);
 void pdd_push_event(struct pdd_port *port, const struct pdd_event *event);
 unsigned pdd_read_cq(struct pdd_port *port, struct endpoint *endpoint);

@@ -1,5 +1,5 @@
 /* The progress thread: takes commands, posts, counts and, when nothing moves, sleeps in poll. */
-#include "pdd_port.h"
+#include "pdd_copy.h"
 
 #include <sched.h>
 #include <unistd.h>
@@ -9,7 +9,7 @@ static const uint64_t POLLED_WATCH_NS = 100 * 1000;
 static const uint64_t MS = 1000000;
 
 /* ---- telling the other side ---- */
-static void signal_fd(int fd)
+void pdd_signal_fd(int fd)
 {
     uint64_t one = 1;
     while (write(fd, &one, sizeof one) < 0 && errno == EINTR)
@@ -20,13 +20,13 @@ static void signal_fd(int fd)
 void pdd_wake(struct pdd_port *port)
 {
     if (atomic_exchange(&port->sleeping, false))
-        signal_fd(port->wake_fd);
+        pdd_signal_fd(port->wake_fd);
 }
 
 void pdd_signal_events(struct pdd_port *port)
 {
     if (!atomic_exchange(&port->signalled, true))
-        signal_fd(port->event_fd);
+        pdd_signal_fd(port->event_fd);
 }
 
 void pdd_push_event(struct pdd_port *port, const struct pdd_event *event)
@@ -58,8 +58,11 @@ static unsigned read_error(struct pdd_port *port, struct endpoint *endpoint)
         return 0;
     add_stat(&port->stats.num_errors, 1);
     /* Without a context it is the target's side of someone's broken write: his error, not ours. */
-    if (entry.op_context)
-        pdd_message_done(port, entry.op_context, error_number(entry.err));
+    struct message *message = entry.op_context;
+    if (message) {
+        pdd_message_done(port, message, error_number(entry.err));
+        pdd_fail_path(port, message->path, error_number(entry.err));
+    }
     return 1;
 }
 
@@ -74,49 +77,35 @@ unsigned pdd_read_cq(struct pdd_port *port, struct endpoint *endpoint)
     if (num_read == -FI_EAGAIN || !num_read)
         return 0;
     if (num_read < 0) {
-        fail_port(port, error_number((int)-num_read));
+        if (endpoint->path)
+            pdd_fail_path(port, endpoint->path, error_number((int)-num_read));
+        else
+            fail_port(port, error_number((int)-num_read));
         return 0;
     }
     port->now_ns = monotonic_ns();
     for (ssize_t i = 0; i < num_read; i++) {
-        if (entries[i].flags & (FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA))
+        if (entries[i].flags & (FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA)) {
+            add_stat(&endpoint->nic->num_arrived, ((uint32_t)entries[i].data & WEIGHT_MASK) + 1);
             pdd_count_arrival(port, (uint32_t)entries[i].data);
-        else if (entries[i].op_context)
+        } else if (entries[i].op_context) {
             pdd_message_done(port, entries[i].op_context, 0);
+        }
     }
     return (unsigned)num_read;
 }
 
-/* Endpoints on which something may happen: all where peers write to us, and those of ours that have something to send.
- * Returns the first from `*place` on and moves that on; NULL: no more. */
-static struct endpoint *next_active(struct pdd_port *port, uint32_t *place)
-{
-    for (; *place <= port->num_memories + port->num_peers; ++*place) {
-        uint32_t i = *place;
-        struct endpoint *found = NULL;
-        if (i < port->num_memories) {
-            found = port->memories[i].place.handle ? &port->memories[i].endpoint : NULL;
-        } else if (i < port->num_memories + port->num_peers) {
-            struct peer *peer = &port->peers[i - port->num_memories];
-            bool busy = peer->place.handle && (peer->num_free < port->max_in_flight || !list_empty(&peer->ready));
-            found = busy ? &peer->endpoint : NULL;
-        } else {
-            found = &port->endpoint;
-        }
-        if (found) {
-            ++*place;
-            return found;
-        }
-    }
-    return NULL;
-}
+/* Where something may happen: all endpoints that peers write to, and those of ours that have something to send. */
+static bool is_active(const struct endpoint *endpoint) { return !endpoint->path || pdd_path_busy(endpoint->path); }
 
 static unsigned read_completions(struct pdd_port *port)
 {
     unsigned num_read = 0;
-    uint32_t place = 0;
-    for (struct endpoint *endpoint; (endpoint = next_active(port, &place));)
-        num_read += pdd_read_cq(port, endpoint);
+    for (struct link *link = port->endpoints.next, *next; link != &port->endpoints; link = next) {
+        next = link->next; /* an error closes the endpoint */
+        if (is_active((struct endpoint *)link))
+            num_read += pdd_read_cq(port, (struct endpoint *)link);
+    }
     return num_read;
 }
 
@@ -159,13 +148,10 @@ static uint64_t patience(const struct pdd_port *port)
     uint64_t quiet_ns = port->now_ns - port->active_ns, wait_ns = FOREVER_NS;
     if (quiet_ns < port->spin_ns)
         return 0;
-    for (uint32_t i = 0; i < port->num_peers; i++) {
-        const struct peer *peer = &port->peers[i];
-        if (!peer->place.handle || list_empty(&peer->ready) || !peer->stalled_since_ns)
-            continue;
-        uint64_t retry_ns = peer->retry_ns > port->now_ns ? peer->retry_ns - port->now_ns : 0;
-        wait_ns = retry_ns < wait_ns ? retry_ns : wait_ns;
-    }
+    for (const struct link *link = port->endpoints.next; link != &port->endpoints; link = link->next)
+        if (((const struct endpoint *)link)->path)
+            wait_ns = least(wait_ns, pdd_path_patience(port, ((const struct endpoint *)link)->path));
+    wait_ns = least(wait_ns, pdd_copies_patience(port));
     for (uint32_t i = 0; i < port->num_watches; i++) {
         const struct watch *watch = &port->watches[i];
         if (watch->place.handle && watch->wake_fd < 0 && !list_empty(&watch->armed) && wait_ns > POLLED_WATCH_NS)
@@ -173,7 +159,7 @@ static uint64_t patience(const struct pdd_port *port)
     }
     if (port->num_strays && wait_ns > 100 * MS)
         wait_ns = 100 * MS;
-    if (port->endpoint.fd < 0) { /* nobody wakes us for a completion: look less often the longer it was quiet */
+    if (!port->wakes) { /* nobody wakes us for a completion: look less often the longer it was quiet */
         bool hot = port->in_flight || atomic_load(&port->num_armed);
         uint64_t longest_ns = hot ? MS : 5 * MS, shortest_ns = hot ? 0 : MS, pace_ns = quiet_ns / 8;
         pace_ns = pace_ns > longest_ns ? longest_ns : pace_ns;
@@ -181,6 +167,20 @@ static uint64_t patience(const struct pdd_port *port)
         wait_ns = pace_ns < wait_ns ? pace_ns : wait_ns;
     }
     return wait_ns;
+}
+
+static void reserve_fds(struct pdd_port *port)
+{
+    nfds_t wanted = 2 + MAX_WATCHES;
+    for (const struct link *link = port->endpoints.next; link != &port->endpoints; link = link->next)
+        wanted++;
+    if (wanted <= port->max_fds)
+        return;
+    struct pollfd *fds = realloc(port->fds, 2 * wanted * sizeof *fds);
+    if (fds) {
+        port->fds = fds;
+        port->max_fds = 2 * wanted;
+    }
 }
 
 static nfds_t add_fd(struct pollfd *fds, nfds_t first, nfds_t end, int fd)
@@ -196,10 +196,13 @@ static nfds_t add_fd(struct pollfd *fds, nfds_t first, nfds_t end, int fd)
 static nfds_t collect_fds(struct pdd_port *port, nfds_t *first_wake)
 {
     nfds_t end = 0;
-    uint32_t place = 0;
-    for (struct endpoint *endpoint; (endpoint = next_active(port, &place));)
-        if (endpoint->fd >= 0)
+    for (const struct link *link = port->endpoints.next; link != &port->endpoints; link = link->next) {
+        const struct endpoint *endpoint = (const struct endpoint *)link;
+        if (endpoint->fd >= 0 && is_active(endpoint) && end < port->max_fds - MAX_WATCHES - 2)
             port->fds[end++] = (struct pollfd){.fd = endpoint->fd, .events = POLLIN};
+    }
+    if (port->copying)
+        port->fds[end++] = (struct pollfd){.fd = port->copying->epoll, .events = POLLIN};
     *first_wake = end;
     end = add_fd(port->fds, *first_wake, end, port->wake_fd);
     for (uint32_t i = 0; i < port->num_watches; i++) {
@@ -213,6 +216,7 @@ static nfds_t collect_fds(struct pdd_port *port, nfds_t *first_wake)
 static void sleep_in_poll(struct pdd_port *port, uint64_t wait_ns)
 {
     struct timespec timeout = {.tv_sec = (time_t)(wait_ns / 1000000000u), .tv_nsec = (long)(wait_ns % 1000000000u)};
+    reserve_fds(port);
     nfds_t first_wake, end = collect_fds(port, &first_wake);
     uint64_t ignored;
     int ready = ppoll(port->fds, end, wait_ns == FOREVER_NS ? NULL : &timeout, NULL);
@@ -230,16 +234,18 @@ static void sleep_in_poll(struct pdd_port *port, uint64_t wait_ns)
 /* False: there is something to read already, or libfabric wants another turn. */
 static bool may_sleep(struct pdd_port *port)
 {
-    uint32_t place = 0;
     if (port->failed)
         return true;
-    for (struct endpoint *endpoint; (endpoint = next_active(port, &place));) {
+    for (struct link *link = port->endpoints.next; link != &port->endpoints; link = link->next) {
+        struct endpoint *endpoint = (struct endpoint *)link;
+        if (!is_active(endpoint))
+            continue;
         struct fid *fids[1] = {&endpoint->cq->fid};
         if (endpoint->wait_set ? fi_wait(endpoint->wait_set, 0) != -FI_ETIMEDOUT
-                               : endpoint->fd >= 0 && fi_trywait(port->fabric, fids, 1) != FI_SUCCESS)
+                               : endpoint->fd >= 0 && fi_trywait(endpoint->nic->fabric, fids, 1) != FI_SUCCESS)
             return false;
     }
-    return true;
+    return pdd_copies_may_sleep(port);
 }
 
 static void wait_for_work(struct pdd_port *port)
@@ -253,6 +259,7 @@ static void wait_for_work(struct pdd_port *port)
     if (pdd_ring_empty(&port->commands) && may_sleep(port))
         sleep_in_poll(port, wait_ns);
     atomic_store(&port->sleeping, false);
+    pdd_copies_awake(port);
 }
 
 void *pdd_progress(void *argument)
@@ -261,10 +268,14 @@ void *pdd_progress(void *argument)
     port->now_ns = port->active_ns = monotonic_ns();
     while (!port->stopping) {
         unsigned num_done = take_commands(port);
+        num_done += pdd_attend_copies(port);
         num_done += read_completions(port);
+        num_done += pdd_serve_readers(port);
+        num_done += pdd_reap_copies(port);
         num_done += pdd_sample_watches(port);
         num_done += pdd_post(port);
         pdd_push_strays(port);
+        pdd_check_paths(port);
         port->now_ns = monotonic_ns();
         if (num_done)
             port->active_ns = port->now_ns;

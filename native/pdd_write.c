@@ -5,12 +5,8 @@
  *                     v
  *               posted or ended, no list --> done when its last message has come back
  */
+#include "pdd_copy.h"
 #include "pdd_port.h"
-
-#include <sys/uio.h>
-
-static const uint64_t YIELD_NS = 200 * 1000;        /* EAGAIN is mostly short: sleeping at once spoils the p99 */
-static const uint64_t MAX_RETRY_NS = 20 * 1000000;  /* ... and for a dead peer it lasts for ever */
 
 static uint64_t layer_goal(const struct write *write) { return write->spec.counter_base + write->cursor.layer + 1; }
 
@@ -25,6 +21,7 @@ static void finish(struct pdd_port *port, struct write *write)
         .token = write->spec.token,
         .num_pieces = write->posted_pieces,
         .num_bytes = write->posted_bytes,
+        .first_ns = write->first_ns,
     };
     list_remove(&write->link);
     port->live[write->slot] = NULL;
@@ -81,13 +78,9 @@ void pdd_abandon_write(struct pdd_port *port, struct write *write, int error)
     pdd_end_write(port, write, error);
 }
 
-void pdd_message_done(struct pdd_port *port, struct message *message, int error)
+/* A message has come back, or a copy is done. */
+void pdd_part_done(struct pdd_port *port, struct write *write, int error)
 {
-    struct peer *peer = message->peer;
-    struct write *write = message->write;
-    peer->free_messages[peer->num_free++] = (uint32_t)(message - peer->messages);
-    peer->stalled_since_ns = peer->retry_ns = 0;
-    port->in_flight--;
     write->in_flight--;
     if (error)
         pdd_end_write(port, write, error);
@@ -96,14 +89,6 @@ void pdd_message_done(struct pdd_port *port, struct message *message, int error)
 }
 
 /* ---- one message ---- */
-struct batch {
-    struct iovec local[MAX_IOV];
-    struct fi_rma_iov remote[MAX_IOV];
-    uint32_t num_iov, weight;
-    uint64_t bytes;
-    struct cursor next;
-};
-
 static void advance(const struct pdd_write *spec, struct cursor *cursor)
 {
     if (++cursor->piece < spec->num_pieces)
@@ -116,8 +101,7 @@ static void advance(const struct pdd_write *spec, struct cursor *cursor)
 }
 
 /* Adds a piece, to the last pair if both its sides go on where that ends. False: it does not fit any more. */
-static bool add_piece(struct batch *batch, uint64_t local, uint64_t remote, uint64_t key, uint64_t bytes,
-                      uint32_t max_iov)
+static bool add_piece(struct batch *batch, uint64_t local, uint64_t remote, uint64_t bytes, uint32_t max_iov)
 {
     if (batch->num_iov) {
         struct iovec *last = &batch->local[batch->num_iov - 1];
@@ -131,16 +115,16 @@ static bool add_piece(struct batch *batch, uint64_t local, uint64_t remote, uint
     if (batch->num_iov == max_iov)
         return false;
     batch->local[batch->num_iov] = (struct iovec){.iov_base = (void *)local, .iov_len = bytes};
-    batch->remote[batch->num_iov] = (struct fi_rma_iov){.addr = remote, .len = bytes, .key = key};
+    batch->remote[batch->num_iov] = (struct fi_rma_iov){.addr = remote, .len = bytes};
     batch->num_iov++;
     return true;
 }
 
 /* As many pieces as one message takes, all of one layer: the next may not have been computed. */
-static void fill(const struct pdd_port *port, const struct write *write, struct batch *batch)
+void pdd_fill_batch(const struct pdd_port *port, const struct write *write, uint32_t max_iov, struct batch *batch)
 {
     const struct pdd_write *spec = &write->spec;
-    uint64_t max_bytes = port->max_message_bytes < JOINED_BYTES ? port->max_message_bytes : JOINED_BYTES;
+    uint64_t max_bytes = least(port->max_message_bytes, JOINED_BYTES);
     uint64_t source = spec->source_base + write->cursor.layer * spec->source_layer_bytes;
     uint64_t target = spec->target_base + write->cursor.layer * spec->target_layer_bytes;
     batch->num_iov = batch->weight = 0;
@@ -153,7 +137,7 @@ static void fill(const struct pdd_port *port, const struct write *write, struct 
         uint64_t from = source + source_page * spec->source_page_bytes + piece->source_offset_bytes;
         uint64_t to = target + target_page * spec->target_page_bytes + piece->target_offset_bytes;
         if ((batch->weight && batch->bytes + bytes > max_bytes) ||
-            !add_piece(batch, from, to, spec->key, bytes, port->max_iov))
+            !add_piece(batch, from, to, bytes, max_iov))
             break;
         batch->weight++;
         batch->bytes += bytes;
@@ -161,82 +145,68 @@ static void fill(const struct pdd_port *port, const struct write *write, struct 
     }
 }
 
-static int post_message(struct pdd_port *port, struct write *write)
+void pdd_batch_posted(struct pdd_port *port, struct write *write, const struct batch *batch)
 {
-    struct peer *peer = write->peer;
-    struct message *message = &peer->messages[peer->free_messages[peer->num_free - 1]];
-    void *descriptor = pdd_find_memory(port, write->spec.memory)->descriptor, *descriptors[MAX_IOV];
-    struct batch batch;
-    fill(port, write, &batch);
-    for (uint32_t i = 0; i < batch.num_iov; i++)
-        descriptors[i] = descriptor;
-    struct fi_msg_rma posted = {
-        .msg_iov = batch.local,
-        .desc = descriptors,
-        .iov_count = batch.num_iov,
-        .addr = peer->address,
-        .rma_iov = batch.remote,
-        .rma_iov_count = batch.num_iov,
-        .context = message,
-        .data = write->spec.immediate | (batch.weight - 1),
-    };
-    ssize_t rc = fi_writemsg(peer->endpoint.ep, &posted, FI_REMOTE_CQ_DATA | FI_COMPLETION);
-    if (rc)
-        return (int)rc;
-    message->write = write;
-    peer->num_free--;
-    port->in_flight++;
+    if (!write->first_ns)
+        write->first_ns = monotonic_ns();
     write->in_flight++;
-    write->cursor = batch.next;
-    write->posted_pieces += batch.weight;
-    write->posted_bytes += batch.bytes;
+    write->cursor = batch->next;
+    write->posted_pieces += batch->weight;
+    write->posted_bytes += batch->bytes;
     add_stat(&port->stats.num_messages, 1);
-    add_stat(&port->stats.num_pieces, batch.weight);
-    add_stat(&port->stats.num_bytes, batch.bytes);
-    return 0;
+    add_stat(&port->stats.num_pieces, batch->weight);
+    add_stat(&port->stats.num_bytes, batch->bytes);
 }
 
 /* ---- all of them ---- */
-/* The longer a peer has refused, the longer until it is asked again: a quarter of that time. */
-static void stall(struct pdd_port *port, struct peer *peer)
+/* Posts the next message of a write by the best way. -EAGAIN: every way is busy; other errors: there is none; 1: one
+ * has failed, and perhaps the write with it. */
+static int post_next(struct pdd_port *port, struct write *write)
 {
-    add_stat(&port->stats.num_busy, 1);
-    if (!peer->stalled_since_ns)
-        peer->stalled_since_ns = port->now_ns;
-    uint64_t refused_ns = port->now_ns - peer->stalled_since_ns;
-    uint64_t wait_ns = refused_ns / 4 < MAX_RETRY_NS ? refused_ns / 4 : MAX_RETRY_NS;
-    peer->retry_ns = refused_ns < YIELD_NS ? port->now_ns : port->now_ns + wait_ns;
+    struct peer *peer = write->peer;
+    struct path *path;
+    if (peer->copier && pdd_copier_ready(port, peer->copier))
+        return pdd_post_copy(port, peer->copier, write);
+    while ((path = pdd_choose_path(port, peer))) {
+        int rc = pdd_post_message(port, path, write);
+        if (!rc)
+            return 0;
+        if (rc != -FI_EAGAIN) {
+            add_stat(&port->stats.num_errors, 1);
+            pdd_fail_path(port, path, error_number(-rc));
+            return 1;
+        }
+    }
+    return pdd_has_open_path(peer) ? -FI_EAGAIN : peer->error ? -peer->error : -EHOSTUNREACH;
 }
 
 static unsigned post_peer(struct pdd_port *port, struct peer *peer)
 {
     unsigned num_posted = 0;
-    while (num_posted < POSTS_PER_TURN && peer->num_free && !list_empty(&peer->ready)) {
+    while (num_posted < POSTS_PER_TURN && !list_empty(&peer->ready)) {
         struct write *write = (struct write *)peer->ready.next;
-        int rc = post_message(port, write);
-        if (rc == -FI_EAGAIN) {
-            stall(port, peer);
-            return num_posted;
+        int rc = post_next(port, write);
+        if (rc == -FI_EAGAIN)
+            break;
+        if (rc < 0) {
+            pdd_end_write(port, write, -rc);
+        } else if (!rc) {
+            num_posted++;
+            place_write(port, write);
         }
-        peer->stalled_since_ns = peer->retry_ns = 0;
-        if (rc) {
-            add_stat(&port->stats.num_errors, 1);
-            pdd_end_write(port, write, error_number(-rc));
-            continue;
-        }
-        num_posted++;
-        place_write(port, write);
     }
+    if (num_posted && peer->copier)
+        pdd_announce_copies(peer->copier);
     return num_posted;
 }
 
-/* One turn for each peer that has something to post and has not just refused. Returns the messages posted. */
+/* One turn for each peer that has something to post. Returns the messages posted. */
 unsigned pdd_post(struct pdd_port *port)
 {
     unsigned num_posted = 0;
     for (uint32_t i = 0; i < port->num_peers; i++) {
         struct peer *peer = &port->peers[i];
-        if (peer->place.handle && !list_empty(&peer->ready) && peer->retry_ns <= port->now_ns)
+        if (peer->place.handle && !list_empty(&peer->ready))
             num_posted += post_peer(port, peer);
     }
     return num_posted;

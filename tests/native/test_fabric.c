@@ -1,7 +1,11 @@
-/* The C library by itself, so that sanitizers see all of it. Usage: test_fabric [providers]. Prints what failed. */
+/* The C library by itself, so that sanitizers see all of it: over one NIC, over two, and by copies. Prints what failed. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
 #include "pdd_fabric.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -9,9 +13,13 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
 
+enum { FIRST_KEY = 12, NIC_BYTES = 33, FIRST_PORT = 12 + 17 + 2 }; /* in an address: see pdd_address.c */
 enum { PAGES = 64, PAGE = 4096, LAYERS = 3, LAYER = PAGES * PAGE, ARENA = LAYERS * LAYER, PATIENCE_MS = 30000 };
 
 #define CHECK(what)                                                                                                    \
@@ -22,11 +30,14 @@ enum { PAGES = 64, PAGE = 4096, LAYERS = 3, LAYER = PAGES * PAGE, ARENA = LAYERS
         }                                                                                                              \
     } while (0)
 
-static const char *providers = "net,tcp";
+static const char *const PROVIDERS = "net,tcp";
+static const char *hosts;
+static bool copies;
 
 struct bench {
     pdd_port *source, *target;
     uint8_t *from, *to;
+    int from_fd;
     struct pdd_memory source_memory, target_memory;
     uint32_t peer;
     _Atomic uint64_t counter;
@@ -36,7 +47,8 @@ static uint32_t immediate(uint32_t slot, uint32_t generation) { return slot << 2
 
 static pdd_port *open_port(uint32_t max_writes)
 {
-    struct pdd_options options = {.providers = providers, .host = "127.0.0.1", .max_writes = max_writes};
+    struct pdd_options options = {
+        .providers = PROVIDERS, .hosts = hosts, .max_writes = max_writes, .copies = copies};
     char message[1024] = "";
     pdd_port *port = NULL;
     if (pdd_open(&options, &port, message, sizeof message)) {
@@ -56,12 +68,15 @@ static void setup(struct bench *bench, uint32_t max_writes)
     memset(bench, 0, sizeof *bench);
     bench->source = open_port(max_writes);
     bench->target = open_port(0);
-    bench->from = malloc(ARENA);
+    bench->from_fd = memfd_create("from", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    CHECK(!ftruncate(bench->from_fd, ARENA) && !fcntl(bench->from_fd, F_ADD_SEALS, F_SEAL_SHRINK));
+    bench->from = mmap(NULL, ARENA, PROT_READ | PROT_WRITE, MAP_SHARED, bench->from_fd, 0);
+    CHECK(bench->from != MAP_FAILED);
     bench->to = calloc(1, ARENA);
     for (int i = 0; i < ARENA; i++)
         bench->from[i] = (uint8_t)(rand() >> 7);
-    CHECK(!pdd_register(bench->source, (uint64_t)bench->from, ARENA, &bench->source_memory));
-    CHECK(!pdd_register(bench->target, (uint64_t)bench->to, ARENA, &bench->target_memory));
+    CHECK(!pdd_register(bench->source, (uint64_t)bench->from, ARENA, bench->from_fd, &bench->source_memory));
+    CHECK(!pdd_register(bench->target, (uint64_t)bench->to, ARENA, -1, &bench->target_memory));
     meet(bench, &bench->peer);
 }
 
@@ -71,7 +86,8 @@ static void teardown(struct bench *bench)
     pdd_close(bench->target);
     pdd_free(bench->source);
     pdd_free(bench->target);
-    free(bench->from);
+    munmap(bench->from, ARENA);
+    close(bench->from_fd);
     free(bench->to);
 }
 
@@ -82,11 +98,9 @@ static struct pdd_write make_write(const struct bench *bench, uint64_t token, ui
 {
     return (struct pdd_write){
         .token = token,
-        .key = bench->target_memory.key,
         .source_base = (uint64_t)bench->from,
         .source_layer_bytes = LAYER,
         .source_page_bytes = PAGE,
-        .target_base = bench->target_memory.base,
         .target_layer_bytes = LAYER,
         .target_page_bytes = PAGE,
         .peer = bench->peer,
@@ -203,7 +217,7 @@ static void test_joined_pages_count_each(void)
     expect_count(bench.target, imm);
     expect_end(bench.source, 1, 0, LAYERS * PAGES);
     pdd_get_stats(bench.source, &stats);
-    CHECK(stats.num_messages == LAYERS + LAYERS * PAGES / info.pages_per_write);
+    CHECK(stats.num_messages == LAYERS + LAYERS * PAGES / (copies ? 1 : info.pages_per_write));
     teardown(&bench);
 }
 
@@ -342,7 +356,7 @@ static void test_full(void)
 static void test_bad_writes(void)
 {
     struct bench bench;
-    uint32_t page[1] = {0}, beyond[1] = {PAGES};
+    uint32_t page[1] = {0}, beyond[1] = {PAGES}, last[1] = {PAGES - 1};
     const struct pdd_piece wide = {0, 0, ~0ull}, empty = {0, 0, 0};
     setup(&bench, 0);
     const struct pdd_write good = make_write(&bench, 1, immediate(8, 0), page, page, 1);
@@ -355,7 +369,9 @@ static void test_bad_writes(void)
     bad[5].source_base -= PAGE;
     bad[6].immediate |= 1;
     bad[7].peer ^= 1 << 16;
-    bad[8].target_base = ~0ull;
+    bad[8].target_base = PAGE;
+    bad[8].num_layers = LAYERS;
+    bad[8].target_pages = last;
     bad[9].source_layer_bytes = ~0ull;
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
         CHECK(pdd_submit(bench.source, &bad[i]) < 0);
@@ -388,7 +404,7 @@ static void test_drop_and_close(void)
             seen[event.token] = true;
         }
         CHECK(!pdd_release(bench.target, bench.target_memory.memory));
-        CHECK(!pdd_register(bench.target, (uint64_t)bench.to, ARENA, &bench.target_memory));
+        CHECK(!pdd_register(bench.target, (uint64_t)bench.to, ARENA, -1, &bench.target_memory));
         if (round < 4)
             meet(&bench, &bench.peer);
     }
@@ -407,16 +423,20 @@ static void test_closed_key(void)
     probe(&bench);
     memcpy(before, bench.to, ARENA);
     closed = bench.target_memory;
-    CHECK(!pdd_register(bench.target, (uint64_t)bench.to, ARENA, &bench.target_memory));
+    CHECK(!pdd_register(bench.target, (uint64_t)bench.to, ARENA, -1, &bench.target_memory));
     CHECK(!pdd_release(bench.target, closed.memory));
     CHECK(pdd_release(bench.target, closed.memory) == -ENOENT);
     uint32_t old_peer = bench.peer, own_peer;
+    struct pdd_memory mixed = bench.target_memory;
+    memcpy(mixed.address + FIRST_KEY, closed.address + FIRST_KEY, sizeof(uint64_t));
+    if (strchr(hosts, ','))
+        memcpy(mixed.address + FIRST_KEY + NIC_BYTES, closed.address + FIRST_KEY + NIC_BYTES, sizeof(uint64_t));
+    if (copies)
+        memcpy(mixed.address + mixed.address_bytes - 16, closed.address + closed.address_bytes - 16, 16);
     meet(&bench, &bench.peer);
-    meet(&bench, &own_peer);
+    CHECK(!pdd_add_peer(bench.source, mixed.address, mixed.address_bytes, &own_peer));
     /* To the closed endpoint, and with the closed key to an open one. */
     struct pdd_write write = make_write(&bench, 1, immediate(10, 0), pages, pages, PAGES);
-    write.key = closed.key;
-    write.target_base = closed.base;
     write.peer = old_peer;
     CHECK(!pdd_submit(bench.source, &write));
     write.peer = own_peer;
@@ -436,11 +456,99 @@ static void test_closed_key(void)
     teardown(&bench);
 }
 
-int main(int argc, char **argv)
+/* Nobody listens at the second NIC's address: its path fails, what was on it ends, the rest goes over the first. */
+static void test_failed_path(void)
+{
+    struct bench bench;
+    struct pdd_peer_info info;
+    struct pdd_memory broken;
+    uint32_t pages[PAGES], num_failed = 0;
+    if (copies || !strchr(hosts, ','))
+        return;
+    setup(&bench, 0);
+    shuffle(pages);
+    broken = bench.target_memory;
+    memset(broken.address + FIRST_PORT + NIC_BYTES, 0xff, 2); /* the port of the second address */
+    CHECK(!pdd_add_peer(bench.source, broken.address, broken.address_bytes, &bench.peer));
+    for (uint64_t token = 0; token < 50; token++) {
+        struct pdd_write write = make_write(&bench, token, immediate(11, (uint32_t)token), pages, pages, PAGES);
+        CHECK(!pdd_submit(bench.source, &write));
+        struct pdd_event event = next_event(bench.source);
+        CHECK(event.kind == PDD_WRITE_DONE && event.error != ECANCELED);
+        num_failed += event.error != 0;
+    }
+    CHECK(num_failed <= 5); /* once for each time that it was tried */
+    CHECK(!pdd_get_peer(bench.source, bench.peer, &info));
+    CHECK(info.num_paths == 2 && info.num_open >= 1 && !info.copies);
+    teardown(&bench);
+}
+
+/* ---- copies ---- */
+/* Without a descriptor the memory cannot be mapped by others: the NICs carry it, after one failure of nothing. */
+static void test_memory_that_cannot_be_mapped(void)
+{
+    struct bench bench;
+    struct pdd_memory plain;
+    struct pdd_stats stats;
+    uint32_t pages[PAGES], imm = immediate(12, 0);
+    if (!copies)
+        return;
+    setup(&bench, 0);
+    shuffle(pages);
+    CHECK(!pdd_register(bench.source, (uint64_t)bench.from, ARENA, -1, &plain));
+    struct pdd_write write = make_write(&bench, 1, imm, pages, pages, PAGES);
+    write.memory = plain.memory;
+    CHECK(!pdd_expect(bench.target, imm, LAYERS * PAGES));
+    CHECK(!pdd_submit(bench.source, &write));
+    expect_count(bench.target, imm);
+    expect_end(bench.source, 1, 0, LAYERS * PAGES);
+    pdd_get_stats(bench.target, &stats);
+    CHECK(!stats.num_copied_bytes);
+    teardown(&bench);
+}
+
+static int connect_to(const struct pdd_memory *memory)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    const uint8_t *name = memory->address + memory->address_bytes - 32;
+    int used = sprintf(address.sun_path + 1, "pdd-");
+    for (int i = 0; i < 16; i++)
+        used += sprintf(address.sun_path + 1 + used, "%02x", name[i]);
+    int end = socket(AF_UNIX, SOCK_SEQPACKET, 0);
+    CHECK(!connect(end, (struct sockaddr *)&address, (socklen_t)(sizeof address.sun_family + 1 + (size_t)used)));
+    return end;
+}
+
+/* Whoever says nonsense is closed, and harms nobody. */
+static void test_strangers(void)
+{
+    struct bench bench;
+    uint8_t bytes[40];
+    struct timespec moment = {.tv_nsec = 1000 * 1000};
+    if (!copies)
+        return;
+    setup(&bench, 0);
+    for (int round = 0; round < 200; round++) {
+        int end = connect_to(&bench.target_memory);
+        for (size_t i = 0; i < sizeof bytes; i++)
+            bytes[i] = (uint8_t)(rand() >> 7);
+        if (round % 2)
+            memcpy(bytes, "1ddp\1\0\0\0", 8);
+        if (round % 4)
+            CHECK(send(end, bytes, (size_t)(round % 41), MSG_NOSIGNAL) == round % 41);
+        if (round % 20 == 0) {
+            nanosleep(&moment, NULL);
+            probe(&bench);
+        }
+        close(end);
+    }
+    probe(&bench);
+    teardown(&bench);
+}
+
+static void test_everything(void)
 {
     int wake_fd = eventfd(0, 0);
-    if (argc > 1)
-        providers = argv[1];
     srand(1);
     test_permuted_pages();
     test_joined_pages_count_each();
@@ -453,7 +561,23 @@ int main(int argc, char **argv)
     test_bad_writes();
     test_drop_and_close();
     test_closed_key();
+    test_failed_path();
+    test_memory_that_cannot_be_mapped();
+    test_strangers();
     close(wake_fd);
+}
+
+int main(void)
+{
+    const struct {
+        const char *hosts;
+        bool copies;
+    } ways[] = {{"127.0.0.1", false}, {"127.0.0.1,127.0.0.2", false}, {"127.0.0.1", true}};
+    for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
+        hosts = ways[i].hosts;
+        copies = ways[i].copies;
+        test_everything();
+    }
     puts("ok");
     return 0;
 }

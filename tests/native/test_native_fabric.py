@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LEAKS_OF_LIBFABRIC = "leak:libfabric.so\n"
 """1.17 forgets a few hundred bytes of each connection that it accepts."""
+RACES_THROUGH_ALIASES = "race:pdd_copy_bytes\n"
+"""A ring is mapped twice in the test's one process: the order that it gives is not seen by a tool that knows addresses."""
 BUILDS = {
     "gcc": ("gcc", ["-O2", "-fvisibility=hidden"]),
     "clang-asan-ubsan": ("clang", ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]),
@@ -32,9 +34,11 @@ def test_the_c_library(build: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     program = tmp_path / "test_fabric"
     command = [compiler, *recipe["FLAGS"], "-Werror", "-g", *flags, "-Inative", *sources, *links, "-o", str(program)]
     subprocess.run(command, check=True)
-    suppressions = tmp_path / "leaks"
-    suppressions.write_text(LEAKS_OF_LIBFABRIC)
-    environment = {**os.environ, "LSAN_OPTIONS": f"suppressions={suppressions}:print_suppressions=0"}
+    environment = dict(os.environ)
+    for tool, text in {"LSAN": LEAKS_OF_LIBFABRIC, "TSAN": RACES_THROUGH_ALIASES}.items():
+        suppressions = tmp_path / tool
+        suppressions.write_text(text)
+        environment[f"{tool}_OPTIONS"] = f"suppressions={suppressions}:print_suppressions=0"
     done = subprocess.run([program], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 

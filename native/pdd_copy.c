@@ -1,0 +1,280 @@
+/* The writer's side of copies within one machine: jobs go into a ring, and come back as a number that are done. */
+#include "pdd_copy.h"
+
+#include <fcntl.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+static const uint64_t MAX_SILENCE_NS = 5 * 1000000000ull; /* of a target with jobs in its ring */
+
+/* ---- connection ---- */
+static bool send_message(int socket, const struct copy_message *message, const int *fds, uint32_t num_fds)
+{
+    struct iovec data = {.iov_base = (void *)message, .iov_len = sizeof *message};
+    union {
+        struct cmsghdr header;
+        uint8_t bytes[CMSG_SPACE(3 * sizeof(int))];
+    } control;
+    struct msghdr header = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = &control};
+    header.msg_controllen = CMSG_SPACE(num_fds * sizeof(int));
+    memset(&control, 0, sizeof control);
+    control.header.cmsg_level = SOL_SOCKET;
+    control.header.cmsg_type = SCM_RIGHTS;
+    control.header.cmsg_len = CMSG_LEN(num_fds * sizeof(int));
+    memcpy(CMSG_DATA(&control.header), fds, num_fds * sizeof(int));
+    return sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)sizeof *message;
+}
+
+static int make_ring(struct copier *copier)
+{
+    int fd = memfd_create("pdd-ring", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0)
+        return -errno;
+    if (ftruncate(fd, sizeof *copier->ring) || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) ||
+        !(copier->ring = pdd_copying_map_sealed(fd, sizeof *copier->ring, PROT_READ | PROT_WRITE))) {
+        close(fd);
+        return -ENOMEM;
+    }
+    return fd;
+}
+
+static int introduce(struct copying *copying, struct copier *copier, int ring_fd)
+{
+    struct sockaddr_un address;
+    uint32_t address_bytes;
+    struct copy_message hello = {.kind = COPY_HELLO, .version = COPY_VERSION};
+    int fds[3] = {ring_fd, copier->reader_bell, copier->bell};
+    memcpy(hello.token, copier->token, sizeof hello.token);
+    pdd_copying_socket_name(copier->name, &address, &address_bytes);
+    if (ring_fd < 0 || copier->socket < 0 || copier->bell < 0 || copier->reader_bell < 0)
+        return -EMFILE;
+    if (connect(copier->socket, (struct sockaddr *)&address, address_bytes))
+        return -errno;
+    if (!pdd_copying_same_user(copier->socket) || !send_message(copier->socket, &hello, fds, 3))
+        return -ECONNREFUSED;
+    int rc = pdd_copying_listen(copying, copier->socket, &copier->socket_tag);
+    return rc ? rc : pdd_copying_listen(copying, copier->bell, &copier->bell_tag);
+}
+
+static void disconnect(struct copying *copying, struct copier *copier)
+{
+    if (copier->ring) {
+        atomic_store(&copier->ring->stopped, 1); /* before any source changes: see serve_job */
+        munmap(copier->ring, sizeof *copier->ring);
+    }
+    copier->ring = NULL;
+    pdd_copying_close_fd(copying, &copier->socket);
+    pdd_copying_close_fd(copying, &copier->bell);
+    pdd_copying_close_fd(copying, &copier->reader_bell);
+}
+
+static int start(struct pdd_port *port, struct copier *copier)
+{
+    copier->head = copier->tail = copier->num_sources = 0;
+    copier->bytes_in_flight = 0;
+    copier->socket = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    copier->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    copier->reader_bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    int ring_fd = make_ring(copier);
+    int rc = introduce(port->copying, copier, ring_fd);
+    if (ring_fd >= 0)
+        close(ring_fd);
+    if (rc) {
+        disconnect(port->copying, copier);
+        retry_later(&copier->reconnect, port->now_ns);
+    }
+    return rc;
+}
+
+/* NULL: no memory. It connects when it is first wanted. */
+struct copier *pdd_copier_new(struct pdd_port *port, struct peer *peer, const uint8_t *name, const uint8_t *token)
+{
+    struct copier *copier = calloc(1, sizeof *copier);
+    if (!copier)
+        return NULL;
+    copier->peer = peer;
+    memcpy(copier->name, name, sizeof copier->name);
+    memcpy(copier->token, token, sizeof copier->token);
+    copier->socket = copier->bell = copier->reader_bell = -1;
+    copier->socket_tag = (struct tag){.kind = TAG_COPIER_SOCKET, .owner = copier};
+    copier->bell_tag = (struct tag){.kind = TAG_COPIER_BELL, .owner = copier};
+    list_append(&port->copying->copiers, &copier->link);
+    return copier;
+}
+
+/* The writes that it has jobs of are the caller's to end. */
+void pdd_copier_free(struct pdd_port *port, struct copier *copier)
+{
+    disconnect(port->copying, copier);
+    list_remove(&copier->link);
+    free(copier);
+}
+
+/* True while this is the way to the peer. */
+bool pdd_copier_ready(struct pdd_port *port, struct copier *copier)
+{
+    return copier->ring || (copier->reconnect.after_ns <= port->now_ns && !start(port, copier));
+}
+
+/* ---- jobs ---- */
+static bool knows_source(const struct copier *copier, uint32_t handle)
+{
+    for (uint32_t i = 0; i < copier->num_sources; i++)
+        if (copier->sources[i] == handle)
+            return true;
+    return false;
+}
+
+static int send_source(struct copier *copier, const struct memory *memory)
+{
+    struct copy_message message = {
+        .kind = COPY_SOURCE,
+        .source = memory->place.handle,
+        .length_bytes = memory->length_bytes,
+    };
+    if (memory->fd < 0 || copier->num_sources == COPY_SOURCES)
+        return -EOPNOTSUPP;
+    if (!send_message(copier->socket, &message, &memory->fd, 1))
+        return -ECONNRESET;
+    copier->sources[copier->num_sources++] = memory->place.handle;
+    return 0;
+}
+
+/* Asks for the next copy of a write. -EAGAIN: the ring is full; 1: it has failed, and perhaps the write with it. */
+int pdd_post_copy(struct pdd_port *port, struct copier *copier, struct write *write)
+{
+    const struct memory *memory = pdd_find_memory(port, write->spec.memory);
+    struct batch batch;
+    if (copier->tail - copier->head == COPY_JOBS || copier->bytes_in_flight >= COPY_BYTES)
+        return -FI_EAGAIN;
+    int rc = knows_source(copier, write->spec.memory) ? 0 : send_source(copier, memory);
+    if (rc) {
+        pdd_fail_copier(port, copier, -rc);
+        return 1;
+    }
+    pdd_fill_batch(port, write, 1, &batch);
+    struct copy_job job = {
+        .source = write->spec.memory,
+        .immediate = write->spec.immediate | (batch.weight - 1),
+        .source_offset_bytes = (uint64_t)batch.local[0].iov_base - memory->address,
+        .target_offset_bytes = batch.remote[0].addr,
+        .length_bytes = batch.bytes,
+    };
+    if (copier->tail == copier->head)
+        copier->progress_ns = port->now_ns;
+    copier->ring->jobs[copier->tail % COPY_JOBS] = job;
+    copier->jobs[copier->tail % COPY_JOBS] = (struct copier_job){write, batch.bytes};
+    copier->bytes_in_flight += batch.bytes;
+    atomic_store_explicit(&copier->ring->tail, ++copier->tail, memory_order_release);
+    pdd_batch_posted(port, write, &batch);
+    return 0;
+}
+
+/* After jobs were put in: the target sees them, or we see that it sleeps. */
+void pdd_announce_copies(struct copier *copier)
+{
+    if (!copier->ring)
+        return;
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load(&copier->ring->reader_sleeps) && atomic_exchange(&copier->ring->reader_sleeps, 0))
+        pdd_signal_fd(copier->reader_bell);
+}
+
+static void job_done(struct pdd_port *port, struct copier *copier, int error)
+{
+    struct copier_job job = copier->jobs[copier->head++ % COPY_JOBS];
+    copier->bytes_in_flight -= job.bytes;
+    pdd_part_done(port, job.write, error);
+}
+
+static unsigned reap(struct pdd_port *port, struct copier *copier)
+{
+    uint32_t head = atomic_load_explicit(&copier->ring->head, memory_order_acquire);
+    unsigned num_done = head - copier->head;
+    if (!num_done)
+        return 0;
+    if (num_done > copier->tail - copier->head) {
+        pdd_fail_copier(port, copier, EPROTO);
+        return 1;
+    }
+    copier->progress_ns = port->now_ns;
+    copier->reconnect = (struct retry){0};
+    while (copier->head != head)
+        job_done(port, copier, 0);
+    return num_done;
+}
+
+unsigned pdd_reap_copies(struct pdd_port *port)
+{
+    unsigned num_done = 0;
+    if (!port->copying || port->failed)
+        return 0;
+    for (struct link *link = port->copying->copiers.next; link != &port->copying->copiers; link = link->next)
+        if (((struct copier *)link)->ring)
+            num_done += reap(port, (struct copier *)link);
+    return num_done;
+}
+
+/* ---- failure ---- */
+/* Until it is tried again the NICs are the way. What is in the ring may or may not have been copied: its writes end. */
+void pdd_fail_copier(struct pdd_port *port, struct copier *copier, int error)
+{
+    if (!copier->ring)
+        return;
+    if (!port->failed)
+        reap(port, copier); /* what was done has not failed */
+    if (!copier->ring)
+        return;
+    disconnect(port->copying, copier);
+    while (copier->head != copier->tail)
+        job_done(port, copier, error);
+    retry_later(&copier->reconnect, port->now_ns);
+    add_stat(&port->stats.num_failed_paths, 1);
+}
+
+/* A memory is released: who can read it must not. */
+void pdd_forget_source(struct pdd_port *port, uint32_t handle)
+{
+    if (!port->copying)
+        return;
+    for (struct link *link = port->copying->copiers.next; link != &port->copying->copiers; link = link->next)
+        if (knows_source((struct copier *)link, handle))
+            pdd_fail_copier(port, (struct copier *)link, ECANCELED);
+}
+
+/* A target that is alive and does nothing for long is given up, as a path is. */
+void pdd_check_copiers(struct pdd_port *port)
+{
+    if (!port->copying)
+        return;
+    for (struct link *link = port->copying->copiers.next; link != &port->copying->copiers; link = link->next) {
+        struct copier *copier = (struct copier *)link;
+        if (copier->ring && copier->head != copier->tail && port->now_ns - copier->progress_ns > MAX_SILENCE_NS)
+            pdd_fail_copier(port, copier, ETIMEDOUT);
+    }
+}
+
+/* ---- sleep ---- */
+uint64_t pdd_copies_patience(const struct pdd_port *port)
+{
+    for (const struct link *link = port->copying ? port->copying->copiers.next : NULL;
+         link && link != &port->copying->copiers; link = link->next)
+        if (((const struct copier *)link)->head != ((const struct copier *)link)->tail)
+            return MAX_SILENCE_NS / 8;
+    return UINT64_MAX;
+}
+
+/* It wants to be woken when all is done, or when half of it is and more waits to be asked for. */
+bool pdd_copier_may_sleep(struct copier *copier)
+{
+    uint32_t in_flight = copier->tail - copier->head;
+    if (!copier->ring || !in_flight)
+        return true;
+    uint32_t wanted = list_empty(&copier->peer->ready) ? in_flight : (in_flight + 1) / 2;
+    atomic_store(&copier->ring->wake_at, copier->head + wanted);
+    atomic_store(&copier->ring->writer_sleeps, 1);
+    return atomic_load(&copier->ring->head) == copier->head;
+}

@@ -1,0 +1,153 @@
+/* Copies between two ports of one machine: the target's port copies from memory of the writer that it has mapped.
+ *
+ *     writer (pdd_copy.c)                           target (pdd_serve.c)
+ *     connect, hello: ring, bells, token   ------>  who may, into which memory
+ *     a source's descriptor                ------>  mapped, readable only
+ *     jobs                                 --ring->  copy, count
+ *                                          <-ring--  how many are done
+ *
+ * The writer never maps what it writes to. So a fence is nothing but the target serving no more, a writer that hangs or
+ * dies cannot reach anybody's page, and whatever stands in the ring is checked like any message from outside.
+ *
+ * A Unix socket with an abstract name introduces the two; while it is open, the other side lives.
+ */
+#ifndef PDD_COPY_H
+#define PDD_COPY_H
+
+#include "pdd_port.h"
+
+enum {
+    COPY_VERSION = 1,
+    COPY_JOBS = 1024,           /* in a ring; a power of two */
+    COPY_BYTES = 8 << 20,       /* asked for and not done: bounds what a cancel must wait for */
+    COPY_BYTES_PER_TURN = 1 << 20,
+    COPY_SOURCES = 8,           /* memories of one writer */
+    MAX_READERS = 1024,
+    COPY_NAME_BYTES = 16,
+    MACHINE_BYTES = 64,
+};
+
+/* ---- what crosses: only ever read with every field checked ---- */
+struct copy_job {
+    uint32_t source;    /* handle of the writer's memory */
+    uint32_t immediate; /* with weight */
+    uint64_t source_offset_bytes;
+    uint64_t target_offset_bytes;
+    uint64_t length_bytes;
+};
+
+struct copy_ring {
+    _Alignas(PDD_CACHE_LINE) _Atomic uint32_t tail; /* writer: jobs put in */
+    _Atomic uint32_t stopped;                       /* writer: sources may change from now on */
+    _Atomic uint32_t wake_at;                       /* writer: wants its bell when `head` gets there */
+    _Atomic uint32_t writer_sleeps;
+    _Alignas(PDD_CACHE_LINE) _Atomic uint32_t head; /* target: jobs done */
+    _Atomic uint32_t reader_sleeps;
+    _Alignas(PDD_CACHE_LINE) struct copy_job jobs[COPY_JOBS];
+};
+
+enum copy_message_kind { COPY_HELLO = 0x70646431, COPY_SOURCE = 0x70646432 };
+
+struct copy_message {
+    uint32_t kind;
+    uint32_t version; /* HELLO, with the descriptors of the ring, the target's bell and the writer's */
+    uint32_t source;  /* SOURCE: its handle, with its descriptor */
+    uint32_t reserved;
+    uint64_t length_bytes;
+    uint8_t token[16]; /* HELLO */
+};
+
+/* ---- one side each ---- */
+enum tag_kind { TAG_LISTENER, TAG_READER_SOCKET, TAG_READER_BELL, TAG_COPIER_SOCKET, TAG_COPIER_BELL };
+
+/* What an event of the epoll descriptor is about. */
+struct tag {
+    enum tag_kind kind;
+    void *owner;
+};
+
+struct copier_job {
+    struct write *write;
+    uint64_t bytes;
+};
+
+/* Our way to one peer of this machine. */
+struct copier {
+    struct link link; /* on `copiers` */
+    struct peer *peer;
+    uint8_t name[COPY_NAME_BYTES], token[16];
+    int socket, reader_bell, bell;
+    struct tag socket_tag, bell_tag;
+    struct copy_ring *ring; /* NULL: not connected */
+    uint32_t head, tail;
+    uint64_t bytes_in_flight, progress_ns;
+    uint32_t sources[COPY_SOURCES], num_sources; /* that the target has */
+    struct retry reconnect;
+    struct copier_job jobs[COPY_JOBS];
+};
+
+struct reader_source {
+    uint32_t handle;
+    const uint8_t *base;
+    uint64_t length_bytes;
+};
+
+/* A peer of this machine that writes to us. */
+struct reader {
+    struct link link; /* on `readers` */
+    int socket, bell, writer_bell;
+    struct tag socket_tag, bell_tag;
+    struct memory *memory; /* NULL: it has not said hello */
+    struct copy_ring *ring;
+    uint32_t head;
+    struct reader_source sources[COPY_SOURCES];
+    uint32_t num_sources;
+};
+
+struct copying {
+    char machine[MACHINE_BYTES];    /* equal for processes that can do this with each other */
+    uint8_t name[COPY_NAME_BYTES]; /* of the listener */
+    int listener, epoll;
+    struct tag listener_tag;
+    struct link copiers, readers;
+    uint32_t num_readers;
+    uint64_t attended_ns;
+};
+
+/* pdd_copying.c: what both sides share. All on the progress thread, open and close apart. */
+int pdd_copying_open(struct pdd_port *port);
+void pdd_copying_close(struct pdd_port *port);
+void pdd_copying_socket_name(const uint8_t *name, void *address, uint32_t *address_bytes);
+bool pdd_copying_same_user(int socket);
+int pdd_copying_listen(struct copying *copying, int fd, struct tag *tag);
+void pdd_copying_close_fd(struct copying *copying, int *fd);
+void *pdd_copying_map_sealed(int fd, uint64_t length_bytes, int protection);
+unsigned pdd_attend_copies(struct pdd_port *port);
+bool pdd_copies_may_sleep(struct pdd_port *port);
+void pdd_copies_awake(struct pdd_port *port);
+
+/* pdd_copy.c: the writer */
+struct copier *pdd_copier_new(struct pdd_port *port, struct peer *peer, const uint8_t *name, const uint8_t *token);
+void pdd_copier_free(struct pdd_port *port, struct copier *copier);
+bool pdd_copier_ready(struct pdd_port *port, struct copier *copier);
+int pdd_post_copy(struct pdd_port *port, struct copier *copier, struct write *write);
+void pdd_announce_copies(struct copier *copier);
+unsigned pdd_reap_copies(struct pdd_port *port);
+void pdd_fail_copier(struct pdd_port *port, struct copier *copier, int error);
+void pdd_forget_source(struct pdd_port *port, uint32_t handle);
+bool pdd_copier_may_sleep(struct copier *copier);
+void pdd_check_copiers(struct pdd_port *port);
+uint64_t pdd_copies_patience(const struct pdd_port *port);
+
+/* pdd_serve.c: the target */
+void pdd_accept_reader(struct pdd_port *port);
+void pdd_hear_reader(struct pdd_port *port, struct reader *reader);
+void pdd_close_reader(struct pdd_port *port, struct reader *reader);
+void pdd_close_readers_of(struct pdd_port *port, const struct memory *memory);
+unsigned pdd_serve_readers(struct pdd_port *port);
+bool pdd_reader_may_sleep(struct reader *reader);
+
+/* pdd_bytes.c */
+void pdd_copy_bytes(uint8_t *to, const uint8_t *from, uint64_t length_bytes);
+
+#endif

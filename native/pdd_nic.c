@@ -1,0 +1,110 @@
+/* NICs and endpoints: what libfabric opens for each address that a port listens on. */
+#include "pdd_port.h"
+#include "pdd_choose.h"
+
+#include <stdio.h>
+
+enum { CQ_SIZE = 8192 };
+
+/* In 1.17 the fd of a CQ of `net` stays readable after its first completion: its fi_trywait forgets to reset it. The fd
+ * of a wait set is reset by fi_wait. Fixed in later releases, where the provider is called tcp. */
+static int open_cq_in_wait_set(struct endpoint *endpoint)
+{
+    struct fi_wait_attr wait = {.wait_obj = FI_WAIT_FD};
+    struct fi_cq_attr attr = {.size = CQ_SIZE, .format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_SET};
+    int rc = fi_wait_open(endpoint->nic->fabric, &wait, &endpoint->wait_set);
+    attr.wait_set = endpoint->wait_set;
+    if (!rc)
+        rc = fi_cq_open(endpoint->nic->domain, &attr, &endpoint->cq, NULL);
+    return rc ? rc : fi_control(&endpoint->wait_set->fid, FI_GETWAIT, &endpoint->fd);
+}
+
+static int open_cq(struct endpoint *endpoint)
+{
+    struct fi_cq_attr attr = {.size = CQ_SIZE, .format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_FD};
+    if (!strcmp(endpoint->nic->info->fabric_attr->prov_name, "net"))
+        return open_cq_in_wait_set(endpoint);
+    if (fi_cq_open(endpoint->nic->domain, &attr, &endpoint->cq, NULL)) {
+        attr.wait_obj = FI_WAIT_NONE;
+        return fi_cq_open(endpoint->nic->domain, &attr, &endpoint->cq, NULL);
+    }
+    return fi_control(&endpoint->cq->fid, FI_GETWAIT, &endpoint->fd);
+}
+
+static int open_parts(struct endpoint *endpoint)
+{
+    struct fid_domain *domain = endpoint->nic->domain;
+    struct fi_av_attr av = {.type = FI_AV_UNSPEC, .count = 1};
+    int rc = open_cq(endpoint);
+    if (!rc)
+        rc = fi_endpoint(domain, endpoint->nic->info, &endpoint->ep, NULL);
+    if (!rc)
+        rc = fi_av_open(domain, &av, &endpoint->av, NULL);
+    if (!rc)
+        rc = fi_ep_bind(endpoint->ep, &endpoint->av->fid, 0);
+    if (!rc)
+        rc = fi_ep_bind(endpoint->ep, &endpoint->cq->fid, FI_TRANSMIT | FI_RECV);
+    return rc ? rc : fi_enable(endpoint->ep);
+}
+
+/* `path`: what posts here, or NULL. */
+int pdd_endpoint_open(struct pdd_port *port, struct nic *nic, struct path *path, struct endpoint *endpoint)
+{
+    *endpoint = (struct endpoint){.nic = nic, .path = path, .fd = -1};
+    list_init(&endpoint->link);
+    int rc = open_parts(endpoint);
+    if (rc)
+        pdd_endpoint_close(endpoint);
+    else
+        list_append(&port->endpoints, &endpoint->link);
+    return rc;
+}
+
+/* Also of one that was never opened: all zero. */
+void pdd_endpoint_close(struct endpoint *endpoint)
+{
+    struct fid *fids[] = {
+        endpoint->ep ? &endpoint->ep->fid : NULL,
+        endpoint->av ? &endpoint->av->fid : NULL,
+        endpoint->cq ? &endpoint->cq->fid : NULL,
+        endpoint->wait_set ? &endpoint->wait_set->fid : NULL,
+    };
+    for (size_t i = 0; i < sizeof fids / sizeof *fids; i++)
+        if (fids[i])
+            fi_close(fids[i]);
+    if (endpoint->link.next)
+        list_remove(&endpoint->link);
+    *endpoint = (struct endpoint){.fd = -1};
+}
+
+int pdd_endpoint_name(const struct endpoint *endpoint, uint8_t *address, size_t *address_bytes)
+{
+    *address_bytes = MAX_ADDRESS_BYTES;
+    return fi_getname(&endpoint->ep->fid, address, address_bytes);
+}
+
+/* -ENODATA: no provider has this host. */
+int pdd_nic_open(struct nic *nic, const struct pdd_options *options)
+{
+    struct pdd_options one = *options;
+    one.hosts = nic->host;
+    nic->info = pdd_choose_provider(&one);
+    if (!nic->info)
+        return -ENODATA;
+    nic->max_in_flight = (uint32_t)least(nic->info->tx_attr->size ? nic->info->tx_attr->size : 1, MAX_IN_FLIGHT);
+    int rc = fi_fabric(nic->info->fabric_attr, &nic->fabric, NULL);
+    return rc ? rc : fi_domain(nic->fabric, nic->info, &nic->domain, NULL);
+}
+
+void pdd_nic_close(struct nic *nic)
+{
+    if (nic->domain)
+        fi_close(&nic->domain->fid);
+    if (nic->fabric)
+        fi_close(&nic->fabric->fid);
+    if (nic->info)
+        fi_freeinfo(nic->info);
+    nic->domain = NULL;
+    nic->fabric = NULL;
+    nic->info = NULL;
+}
