@@ -29,13 +29,17 @@ from pdd.base.errors import FabricUnavailable
 from pdd.base.ids import Immediate
 from pdd.bench.machine import Machine, describe, this_machine
 from pdd.fabric.immediate import NUM_GENERATIONS, pack
-from pdd.fabric.libfabric import LibfabricPort
+from pdd.fabric.libfabric import PROVIDERS, LibfabricPort
 from pdd.fabric.port import CountReached, Piece, ProviderInfo, Token, Write, WriteDone
+from pdd.memory.arena import SharedMemory
+from pdd.topology.model import Provider
 
 KIB, MIB = 1 << 10, 1 << 20
 HUGE_PAGE_BYTES = 2 * MIB
 PATIENCE_S = 30.0
 WARM_UP_ROUNDS = 1
+COPY = "copy"
+"""Stands among the providers for the way that two processes of one machine take."""
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +63,8 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProviderResult(msgspec.Struct, frozen=True, kw_only=True):
+    way: str
+    """A provider, or `copy`."""
     provider: ProviderInfo
     arena_bytes: int
     throughput: list[Throughput]
@@ -97,6 +103,8 @@ class Line:
 class Arena:
     """Anonymous memory that begins on a huge page."""
 
+    fd = -1
+
     def __init__(self, num_bytes: int) -> None:
         self._map = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES)
         self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -105,30 +113,38 @@ class Arena:
         ctypes.memset(self.address, 1, num_bytes)
 
 
+class SharedArena:
+    """A memfd, as executors make them: what a peer of this machine can map."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._memory = SharedMemory(SharedMemory.make_fd("pdd-bench", num_bytes), num_bytes)
+        self.fd, self.address = self._memory.fd, self._memory.address
+        ctypes.memset(self.address, 1, num_bytes)
+
+
 class End:
     """One process's port and arena, and the peer's once they have met."""
 
     def __init__(self, provider: str, arena_bytes: int, line: Line) -> None:
-        self.port = LibfabricPort(provider, "127.0.0.1", 0)
-        self.arena = Arena(arena_bytes)
+        copies = provider == COPY
+        self.port = LibfabricPort(PROVIDERS[Provider.TCP] if copies else provider, copies=copies)
+        self.arena = SharedArena(arena_bytes) if copies else Arena(arena_bytes)
         self.arena_bytes = arena_bytes
-        self.memory = self.port.register(self.arena.address, arena_bytes)
-        line.say([self.memory.address.hex(), self.memory.key, self.memory.base])
-        address, self.peer_key, self.peer_base = line.hear()
-        self.peer = self.port.add_peer(bytes.fromhex(address))
+        self.memory = self.port.register(self.arena.address, arena_bytes, self.arena.fd)
+        line.say(self.memory.address.hex())
+        self.peer = self.port.add_peer(bytes.fromhex(line.hear()))
 
     def spec(self, immediate: Immediate, page_bytes: int, target_pages: tuple[int, ...]) -> Write:
         return Write(
             token=Token(immediate),
             peer=self.peer,
             memory=self.memory.memory,
-            key=self.peer_key,
             immediate=immediate,
             num_layers=1,
             source_base=self.arena.address,
             source_layer_bytes=self.arena_bytes,
             source_page_bytes=page_bytes,
-            target_base=self.peer_base,
+            target_base=0,
             target_layer_bytes=self.arena_bytes,
             target_page_bytes=page_bytes,
             source_pages=tuple(range(len(target_pages))),
@@ -218,6 +234,7 @@ def measure_provider(provider: str, arguments: argparse.Namespace) -> ProviderRe
     with _source_process(provider, arena_bytes) as line:
         meter = Meter(provider, arena_bytes, line)
         result = ProviderResult(
+            way=COPY if provider == COPY else meter.end.port.info.provider,
             provider=meter.end.port.info,
             arena_bytes=arena_bytes,
             throughput=[meter.throughput(size * KIB, arguments.rounds) for size in arguments.page_kib],
@@ -233,7 +250,7 @@ def measure_provider(provider: str, arguments: argparse.Namespace) -> ProviderRe
 def _table(result: ProviderResult) -> Iterator[str]:
     info = result.provider
     yield (
-        f"{info.provider} (libfabric {info.library_version}), {result.arena_bytes // MIB} MiB a round in shuffled "
+        f"{result.way} (libfabric {info.library_version}), {result.arena_bytes // MIB} MiB a round in shuffled "
         f"pages, up to {info.pages_per_write} pages a write; until the target has counted every page:"
     )
     yield f"  {'page':>9}  {'GB/s':>6}  {'min - max':>13}  {'pages/s':>9}  {'rounds':>6}"
@@ -251,8 +268,8 @@ def _table(result: ProviderResult) -> Iterator[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--provider", nargs="+", default=["net,tcp", "shm"], metavar="NAME",
-                        help="libfabric's names; several joined by commas: the first that there is")  # fmt: skip
+    parser.add_argument("--provider", nargs="+", default=["net,tcp", "shm", COPY], metavar="NAME",
+                        help="libfabric's names; joined by commas: the first that there is; copy: within one machine")  # fmt: skip
     parser.add_argument("--page-kib", nargs="+", type=int, default=[4, 16, 32, 64, 256, 1024], metavar="KIB")
     parser.add_argument("--latency-kib", nargs="+", type=int, default=[4, 64], metavar="KIB")
     parser.add_argument("--arena-mib", type=int, default=256, metavar="MIB", help="bytes of one round")

@@ -38,7 +38,7 @@ from pdd.memory.shape import KvShape, heads_of
 from pdd.topology.model import Provider
 from pdd.transfer.group import Arrived, MessengerGroup, Sent, TransferEvent
 from pdd.transfer.messenger import Messenger
-from pdd.transfer.plan import Stripes, expected_bytes, expected_pieces, incompatibilities, lacking_blocks
+from pdd.transfer.plan import expected_bytes, expected_pieces, incompatibilities, lacking_blocks
 from pdd.wire.messages import PrefillRequest
 
 PATIENCE_S = 30.0
@@ -75,19 +75,20 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     num_tokens: int
     num_nics: int
-    """Ports of each rank."""
+    """Of each rank: addresses of loopback."""
     results: list[Comparison]
 
 
 class Side:
-    """A replica set: arenas, `num_nics` ports for each, and their messengers."""
+    """A replica set: arenas, a port over `num_nics` addresses for each, and their messengers."""
 
     def __init__(self, provider: str, shape: KvShape, num_nics: int = 1) -> None:
         self.shape = shape
         self.arenas = [Arena(shape.layout.arena_bytes) for _ in range(shape.tp)]
-        self.ports = [LibfabricPort(provider, "127.0.0.1", 0) for _ in range(shape.tp * num_nics)]
-        messengers = [Messenger(port, shape.layout, self.arenas[number // num_nics].address)
-                      for number, port in enumerate(self.ports)]  # fmt: skip
+        hosts = [f"127.0.0.{nic + 1}" for nic in range(num_nics)]
+        self.ports = [LibfabricPort(provider, hosts) for _ in range(shape.tp)]
+        messengers = [Messenger(port, shape.layout, arena.address)
+                      for port, arena in zip(self.ports, self.arenas, strict=True)]  # fmt: skip
         self.group = MessengerGroup(shape, messengers)
 
     def cache(self, rank: int) -> Bytes:
@@ -127,9 +128,7 @@ class Pair:
         """One handoff. Raises FabricError when it does not arrive whole."""
         shape = self.target.shape
         request = RequestId(f"round-{self._num_rounds}")
-        immediates = self.target.group.arm(
-            request, SOURCE, self.source.shape, 0, self.num_tokens, seed=self._num_rounds
-        )
+        immediates = self.target.group.arm(request, SOURCE, self.source.shape, 0, self.num_tokens)
         ticket = PrefillRequest(
             request=request,
             source_replica=ReplicaName("bench/1"),
@@ -140,7 +139,6 @@ class Pair:
             prompt=(0,) * (self.num_tokens + 1),
             start_token=0,
             target_pages=tuple(map(PageId, self.target_pages)),
-            num_nics=self.target.group.num_nics,
             immediates=immediates,
             lease_s=PATIENCE_S,
         )
@@ -236,12 +234,12 @@ def rounded_tokens(arguments: argparse.Namespace) -> int:
 def num_pieces(source: KvShape, target: KvShape, num_tokens: int) -> list[int]:
     """Of each target rank."""
     blocks = lacking_blocks(source, target, 0, num_tokens)
-    return [sum(expected_pieces(source, target, rank, blocks, Stripes(1, 0))) for rank in range(target.tp)]
+    return [expected_pieces(source, target, rank, blocks) for rank in range(target.tp)]
 
 
 def num_bytes_of_rank(source: KvShape, target: KvShape, num_tokens: int) -> int:
     """The same for each target rank."""
-    return sum(expected_bytes(source, target, lacking_blocks(source, target, 0, num_tokens), Stripes(1, 0)))
+    return expected_bytes(source, target, lacking_blocks(source, target, 0, num_tokens))
 
 
 def as_small(source: KvShape, target: KvShape, num_tokens: int) -> tuple[KvShape, int]:
@@ -307,7 +305,7 @@ def _table(report: Report) -> Iterator[str]:
     info = report.provider
     yield (
         f"{info.provider} (libfabric {info.library_version}), {report.num_layers} layers, {report.num_tokens} tokens, "
-        f"{report.num_nics} {'port' if report.num_nics == 1 else 'ports'} a rank; "
+        f"{report.num_nics} {'NIC' if report.num_nics == 1 else 'NICs'} a rank; "
         "from the announcement until every target rank has counted everything:"
     )
     yield (
@@ -363,7 +361,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="of the prefiller, and of the decoder if they differ")  # fmt: skip
     parser.add_argument("--layers", type=_positive, default=4, metavar="N")
     parser.add_argument("--tokens", type=_positive, default=1024, metavar="N", help="rounded up to whole pages")
-    parser.add_argument("--nics", type=_positive, default=1, metavar="N", help="ports of each rank, used in parallel")
+    parser.add_argument("--nics", type=_positive, default=1, metavar="N", help="of each rank: addresses of loopback")
     parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16")
     parser.add_argument("--provider", default=PROVIDERS[Provider.TCP], metavar="NAME",
                         help="libfabric's names in order of choice, joined by commas")  # fmt: skip
@@ -376,7 +374,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0: measured. Raises PddError where a provider cannot be opened or the shapes do not fit."""
     machine = this_machine()
-    port = LibfabricPort(arguments.provider, "127.0.0.1", 0)
+    port = LibfabricPort(arguments.provider)
     provider = port.info
     port.close()
     report = Report(

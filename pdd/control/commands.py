@@ -155,10 +155,21 @@ def peers(sockets: Sockets) -> Answer:
     replies, errors = _ask_all(sockets, AdminRequest(command="peers"), Peers)
     found = [(node, row) for node, reply in replies.items() for row in reply.peers]
     rows = [
-        (node, p.node, p.address, p.state, duration(p.silent_s), p.links, " ".join(p.replicas), p.incarnation, p.reason)
+        (
+            node,
+            p.node,
+            p.address,
+            p.state,
+            duration(p.silent_s),
+            p.links,
+            p.way,
+            " ".join(p.replicas),
+            p.incarnation,
+            p.reason,
+        )
         for node, p in found
     ]
-    header = ("NODE", "PEER", "ADDRESS", "STATE", "SILENT", "LINKS", "REPLICAS", "INCARNATION", "WHY")
+    header = ("NODE", "PEER", "ADDRESS", "STATE", "SILENT", "LINKS", "PAGES GO BY", "REPLICAS", "INCARNATION", "WHY")
     data = [{"node": node, "peer": p.node, **{k: v for k, v in to_data(p).items() if k != "node"}} for node, p in found]
     return Answer(data, _text([table(header, rows) if rows else "no peers"], replies), errors)
 

@@ -53,7 +53,7 @@ class Handoffs:
         source = peer.replicas[choice.name].shape
         seed = self._next_seed
         self._next_seed = (seed + 1) % 2**32
-        immediates = self._replica.messenger.arm(record.id, peer.incarnation, source, start, num_tokens, seed=seed)
+        immediates = self._replica.messenger.arm(record.id, peer.incarnation, source, start, num_tokens)
         record.handoff = Handoff(peer.node, peer.incarnation, choice.name, immediates[0])
         if self._policy.verify is Verify.PAGES:
             record.handoff.plan = DigestPlan(
@@ -113,7 +113,6 @@ class Handoffs:
             prompt=record.prompt,
             start_token=record.num_cached_tokens,
             target_pages=tuple(pages),
-            num_nics=self._replica.messenger.num_nics,
             immediates=immediates,
             lease_s=self._policy.lease_s,
             verify=record.handoff.plan is not None,

@@ -57,7 +57,7 @@ def executor_configs(
             chunk_tokens=config.chunk_tokens,
             max_sequences=config.max_sequences,
             cores=cores,
-            num_wakes=parallel.tp * config.num_nics,
+            num_wakes=parallel.tp,
             threads=config.threads or max(1, (len(cores) or os.cpu_count() or 1) // (1 if cores else num_ranks)),
         )
         for rank, cores in enumerate(shares)

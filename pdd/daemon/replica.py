@@ -7,7 +7,6 @@ step of all, and a set without work takes part with an empty one.
 from __future__ import annotations
 
 import asyncio
-from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -25,7 +24,7 @@ from pdd.engine.plan import StepPlan
 from pdd.engine.protocol import Step, StepDone
 from pdd.fabric.libfabric import LibfabricPort, measure
 from pdd.memory.shape import KvShape
-from pdd.topology.model import Fabric, Limits, Role
+from pdd.topology.model import Fabric, Limits, Role, SameHost
 from pdd.topology.model import Replica as ReplicaConfig
 from pdd.topology.nics import port_hosts
 from pdd.transfer.group import MessengerGroup
@@ -209,11 +208,12 @@ async def _start_ranks(name: ReplicaName, config: ReplicaConfig, model: PackedMo
 
 
 def _open_fabric(one: ReplicaSet, ranks: list[Rank], fabric: Fabric, hosts: tuple[tuple[str, ...], ...]) -> None:
-    """A port for each NIC of each rank. Raises PddError, with none of them left open."""
+    """A port for each rank, over its NICs. Raises PddError, with none of them left open."""
     ports: list[LibfabricPort] = []
+    copies = fabric.same_host is SameHost.COPY
     try:
-        for host in chain.from_iterable(hosts):
-            ports.append(LibfabricPort.open(fabric.provider, host, fabric.spin_us))  # noqa: PERF401
+        for of_rank in hosts:
+            ports.append(LibfabricPort.open(fabric.provider, of_rank, spin_us=fabric.spin_us, copies=copies))  # noqa: PERF401
         one.gigabytes_per_s = measure(ports[0])
         one.open_fabric(ports, MessengerGroup(one.shape, _messengers(one, ranks, ports)), [it.arena for it in ranks])
     except PddError:
@@ -221,20 +221,20 @@ def _open_fabric(one: ReplicaSet, ranks: list[Rank], fabric: Fabric, hosts: tupl
             port.close()
         raise
     info = ports[0].info
-    log.info("fabric up", replica=one.name, ports=len(ports), provider=info.provider, libfabric=info.library_version,
-             gigabytes_per_s=one.gigabytes_per_s, fences=info.fences)  # fmt: skip
+    log.info("fabric up", replica=one.name, ranks=len(ports), nics=info.num_nics, provider=info.provider,
+             libfabric=info.library_version, same_host=str(fabric.same_host), gigabytes_per_s=one.gigabytes_per_s,
+             fences=info.fences)  # fmt: skip
 
 
 def _messengers(one: ReplicaSet, ranks: list[Rank], ports: list[LibfabricPort]) -> list[Messenger]:
-    """One for each port. All of a prefiller wait for the lead rank's layers: it counts for the whole set."""
+    """One for each rank. All of a prefiller wait for the lead rank's layers: it counts for the whole set."""
     counter, wakes = ranks[0].counter, ranks[0].wakes
     messengers = []
-    for number, port in enumerate(ports):
-        rank = ranks[number * len(ranks) // len(ports)]
+    for number, (rank, port) in enumerate(zip(ranks, ports, strict=True)):
         watch = None
         if one.role is Role.PREFILL and counter is not None:
             watch = port.watch(counter.address, wakes[number].fd)
-        messengers.append(Messenger(port, rank.layout, rank.arena.address, watch))
+        messengers.append(Messenger(port, rank.layout, rank.arena.address, watch, arena_fd=rank.arena.fd))
     return messengers
 
 

@@ -102,7 +102,7 @@ class ReplicaSet:
         )
 
     def open_fabric(self, ports: Several[LibfabricPort], messenger: MessengerGroup, arenas: Several[Arena]) -> None:
-        """From now on it can hand off or take over. The messenger owns the ports; `arenas`: of each rank."""
+        """From now on it can hand off or take over. `ports`, which the messenger owns, and `arenas`: of each rank."""
         self._ports = tuple(ports)
         self._arenas = tuple(arenas)
         self._messenger = messenger
@@ -222,22 +222,23 @@ class ReplicaSet:
         return self._ports[0].info.provider if self._ports else ""
 
     @property
-    def num_nics(self) -> int:
-        """Of each rank; 1 where there are none to use."""
-        return max(1, len(self._ports) // self.shape.tp)
+    def copied_bytes(self) -> int:
+        """KV that was copied from prefillers of this machine, since the start."""
+        return sum(port.statistics()["num_copied_bytes"] for port in self._ports)
 
     def nics(self) -> tuple[NicStatus, ...]:
         """Of all ranks; empty for those that hand nothing over."""
-        statistics = [port.statistics() for port in self._ports]
         return tuple(
             NicStatus(
-                rank=number // self.num_nics,
-                nic=number % self.num_nics,
-                host=port.host,
-                sent_bytes=counted["num_bytes"],
+                rank=rank,
+                nic=nic,
+                host=host,
+                sent_bytes=(counted := port.nic_statistics(nic))["num_bytes"],
                 arrived_pieces=counted["num_arrived"],
+                failed_paths=counted["num_failed_paths"],
             )
-            for number, (port, counted) in enumerate(zip(self._ports, statistics, strict=True))
+            for rank, port in enumerate(self._ports)
+            for nic, host in enumerate(port.hosts)
         )
 
     def info(self) -> ReplicaInfo:
@@ -247,8 +248,7 @@ class ReplicaSet:
             model_digest=self._model.digest,
             shape=self.shape,
             ranks=tuple(
-                RankInfo(rank=rank, fabric_provider=port.info.provider)
-                for rank, port in enumerate(self._ports[:: self.num_nics])
+                RankInfo(rank=rank, fabric_provider=port.info.provider) for rank, port in enumerate(self._ports)
             ),
             max_sequences=self._config.max_sequences,
         )

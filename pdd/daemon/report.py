@@ -9,11 +9,12 @@ import msgspec
 
 import pdd
 from pdd.base.errors import BadRequest
-from pdd.base.ids import ReplicaName, RequestId
+from pdd.base.ids import Incarnation, ReplicaName, RequestId
 from pdd.daemon.metrics import Metrics
 from pdd.daemon.node import Node
 from pdd.daemon.readiness import readiness
 from pdd.daemon.replica_set import ReplicaSet
+from pdd.topology.model import Role
 from pdd.wire import admin
 
 
@@ -106,6 +107,7 @@ def _replica(replica: ReplicaSet) -> admin.ReplicaStatus:
         steps=replica.num_steps,
         provider=replica.provider,
         nics=replica.nics(),
+        copied_bytes=replica.copied_bytes,
         fabric_gigabytes_per_s=replica.gigabytes_per_s,
     )
 
@@ -126,6 +128,7 @@ def _down(node: Node, name: ReplicaName) -> admin.ReplicaStatus:
         steps=0,
         provider="",
         nics=(),
+        copied_bytes=0,
         fabric_gigabytes_per_s=None,
     )
 
@@ -156,8 +159,20 @@ def _peers(node: Node) -> tuple[admin.PeerRow, ...]:
     for row in node.links.rows():
         peer = next((it for it in node.peers if it.node == row.node), None)
         refused = "; ".join(f"{name}: {why}" for name, why in peer.refused.items()) if peer else ""
-        rows.append(msgspec.structs.replace(row, reason=refused) if refused else row)
+        way = ", ".join(_ways(node, peer.incarnation)) if peer else ""
+        rows.append(msgspec.structs.replace(row, reason=refused or row.reason, way=way))
     return tuple(rows)
+
+
+def _ways(node: Node, peer: Incarnation) -> list[str]:
+    """How pages go to that peer from here; each way once."""
+    reached = [
+        info
+        for replica in node.replicas.values()
+        if replica.role is Role.PREFILL and replica.failure is None
+        for info in replica.messenger.ways(peer)
+    ]
+    return sorted({"copy" if it.copies else f"{it.num_open} of {it.num_paths} paths" for it in reached})
 
 
 def _cancel(node: Node, prefix: str) -> admin.CancelResult:

@@ -15,6 +15,7 @@ import re
 import select
 import time
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from pdd.fabric.port import (
     Event,
     Memory,
     Peer,
+    PeerInfo,
     Piece,
     PortFailed,
     ProviderInfo,
@@ -44,7 +46,6 @@ PROVIDERS = {Provider.TCP: "net,tcp", Provider.SHM: "shm"}
 `tcp;ofi_rxm`, is left out: in 1.17 and in 2.5 it crashes now and then when an endpoint is closed under load, and no
 library from 1.17 on lacks both of the others."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (where the shm provider keeps its endpoints)
-ADDRESS_BYTES = 256
 MAX_EVENTS = 256
 MEASURED_PAGES = 512
 MEASURED_PAGE_BYTES = 64 * 1024
@@ -78,23 +79,37 @@ class LibfabricPort:
     without counting who uses them."""
 
     @classmethod
-    def open(cls, provider: Provider, host: str, spin_us: int) -> LibfabricPort:
-        """Opens the best provider of this kind on a host's address. Raises FabricUnavailable."""
+    def open(cls, provider: Provider, hosts: Sequence[str], *, spin_us: int, copies: bool,
+             cores: Sequence[int] = ()) -> LibfabricPort:  # fmt: skip
+        """Opens the best provider of this kind on the address of each NIC. `copies`: peers of this machine may have
+        their pages copied. `cores`: where the progress thread may run; none: anywhere. Raises FabricUnavailable."""
         if provider is Provider.SHM:
             sweep_dead_endpoints(SHARED_MEMORY)
-        return cls(PROVIDERS[provider], host, spin_us)
+        return cls(PROVIDERS[provider], hosts, spin_us=spin_us, copies=copies, cores=cores)
 
-    def __init__(self, providers: str, host: str, spin_us: int, max_writes: int = 4096) -> None:
+    def __init__(
+        self,
+        providers: str,
+        hosts: Sequence[str] = ("127.0.0.1",),
+        *,
+        spin_us: int = 0,
+        copies: bool = False,
+        cores: Sequence[int] = (),
+        max_writes: int = 4096,
+    ) -> None:
         """`providers` are libfabric's names in order of choice, separated by commas."""
-        names, address = ffi.new("char[]", providers.encode()), ffi.new("char[]", host.encode())
-        options = ffi.new("struct pdd_options *", (names, address, spin_us, max_writes))
+        names, addresses = ffi.new("char[]", providers.encode()), ffi.new("char[]", ",".join(hosts).encode())
+        numbers = ffi.new("uint32_t[]", list(cores))
+        fields = (names, addresses, numbers, len(cores), spin_us, max_writes, copies)
+        options = ffi.new("struct pdd_options *", fields)
         port, message = ffi.new("pdd_port **"), ffi.new("char[]", 1024)
         if lib.pdd_open(options, port, message, 1024):
             raise FabricUnavailable(
                 f"{ffi.string(message).decode(errors='replace')}. Check `fabric.provider` and the node's `host` in the "
                 "topology, and that libfabric 1.17 or newer is installed (`fi_info -l` lists its providers)"
             )
-        self._host = host
+        self.hosts = tuple(hosts)
+        """Of each NIC."""
         self._port = ffi.gc(port[0], lib.pdd_free)
         self._events = ffi.new("struct pdd_event[]", MAX_EVENTS)
         self._handle = ffi.new("uint32_t *")
@@ -106,19 +121,11 @@ class LibfabricPort:
         return ProviderInfo(
             provider=ffi.string(info.provider).decode(),
             library_version=ffi.string(info.library_version).decode(),
+            num_nics=info.num_nics,
             pages_per_write=info.pages_per_write,
             max_write_bytes=info.max_write_bytes,
             fences=bool(info.fences),
         )
-
-    @property
-    def address(self) -> bytes:
-        buffer = ffi.new("uint8_t[]", ADDRESS_BYTES)
-        return bytes(ffi.buffer(buffer, _check(lib.pdd_address(self._port, buffer, ADDRESS_BYTES), "address")))
-
-    @property
-    def host(self) -> str:
-        return self._host
 
     def statistics(self) -> dict[str, int]:
         """Counters since `open`, by name (see struct pdd_stats)."""
@@ -126,11 +133,16 @@ class LibfabricPort:
         lib.pdd_get_stats(self._port, stats)
         return {name: getattr(stats, name) for name, _ in ffi.typeof("struct pdd_stats").fields}
 
-    def register(self, address: int, length_bytes: int) -> RegisteredMemory:
+    def nic_statistics(self, nic: int) -> dict[str, int]:
+        """Of one NIC, likewise (see struct pdd_nic_stats)."""
+        stats = ffi.new("struct pdd_nic_stats *")
+        _check(lib.pdd_get_nic_stats(self._port, nic, stats), f"statistics of NIC {nic}")
+        return {name: getattr(stats, name) for name, _ in ffi.typeof("struct pdd_nic_stats").fields}
+
+    def register(self, address: int, length_bytes: int, fd: int = -1) -> RegisteredMemory:
         out = ffi.new("struct pdd_memory *")
-        _check(lib.pdd_register(self._port, address, length_bytes, out), f"register {length_bytes} bytes")
-        own_address = bytes(ffi.buffer(out.address, out.address_bytes))
-        return RegisteredMemory(Memory(out.memory), out.key, out.base, own_address)
+        _check(lib.pdd_register(self._port, address, length_bytes, fd, out), f"register {length_bytes} bytes")
+        return RegisteredMemory(Memory(out.memory), bytes(ffi.buffer(out.address, out.address_bytes)))
 
     def release(self, memory: Memory) -> None:
         _check(lib.pdd_release(self._port, memory), f"release memory {memory}")
@@ -141,6 +153,11 @@ class LibfabricPort:
 
     def drop_peer(self, peer: Peer) -> None:
         _check(lib.pdd_drop_peer(self._port, peer), f"drop peer {peer}")
+
+    def peer_info(self, peer: Peer) -> PeerInfo:
+        info = ffi.new("struct pdd_peer_info *")
+        _check(lib.pdd_get_peer(self._port, peer, info), f"peer {peer}")
+        return PeerInfo(copies=bool(info.copies), num_paths=info.num_paths, num_open=info.num_open)
 
     def watch(self, counter_address: int, wake_fd: int) -> Watch:
         _check(lib.pdd_watch(self._port, counter_address, wake_fd, self._handle), "watch a layer counter")
@@ -202,7 +219,6 @@ def _write_fields(write: Write, source_pages: Any, target_pages: Any, pieces: An
     """The fields of struct pdd_write; the caller keeps the arrays alive."""
     return {
         "token": write.token,
-        "key": write.key,
         "source_base": write.source_base,
         "source_layer_bytes": write.source_layer_bytes,
         "source_page_bytes": write.source_page_bytes,
@@ -225,7 +241,8 @@ def _write_fields(write: Write, source_pages: Any, target_pages: Any, pieces: An
 
 def _event(event: Any) -> Event:
     if event.kind == lib.PDD_WRITE_DONE:
-        return WriteDone(Token(event.token), event.error, event.num_pieces, event.num_bytes)
+        first_s = event.first_ns * NS if event.first_ns else None
+        return WriteDone(Token(event.token), event.error, event.num_pieces, event.num_bytes, first_s)
     if event.kind == lib.PDD_COUNT_REACHED:
         return CountReached(Immediate(event.immediate), event.first_ns * NS, event.last_ns * NS)
     if event.kind == lib.PDD_STRAY:
@@ -240,7 +257,7 @@ def measure(port: LibfabricPort) -> float | None:
     num_bytes = MEASURED_PAGES * MEASURED_PAGE_BYTES
     memory = mmap.mmap(-1, 2 * num_bytes)
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    target = LibfabricPort(port.info.provider, port.host, 0)
+    target = LibfabricPort(port.info.provider, port.hosts)
     peer = None
     try:
         source_memory, target_memory = port.register(base, num_bytes), target.register(base + num_bytes, num_bytes)
@@ -250,13 +267,12 @@ def measure(port: LibfabricPort) -> float | None:
             token=Token(0),
             peer=peer,
             memory=source_memory.memory,
-            key=target_memory.key,
             immediate=pack(0, 0),
             num_layers=1,
             source_base=base,
             source_layer_bytes=0,
             source_page_bytes=MEASURED_PAGE_BYTES,
-            target_base=target_memory.base,
+            target_base=0,
             target_layer_bytes=0,
             target_page_bytes=MEASURED_PAGE_BYTES,
             source_pages=tuple(range(MEASURED_PAGES)),

@@ -23,6 +23,7 @@ from pdd.fabric.port import (
     Event,
     Memory,
     Peer,
+    PeerInfo,
     PortFailed,
     ProviderInfo,
     RegisteredMemory,
@@ -65,7 +66,7 @@ class Message:
     write: ActiveWrite
     to: bytes
     source_address: int
-    target_address: int
+    target_offset_bytes: int
     length_bytes: int
     content: bytes | None = None
     """Bytes of the source as they were at local completion; None before."""
@@ -83,7 +84,6 @@ class Count:
 
 @dataclass(frozen=True)
 class Registration:
-    key: int
     address: int
     length_bytes: int
     own_address: bytes
@@ -94,7 +94,7 @@ class Registration:
 
 @dataclass(eq=False)
 class LoopbackPort:
-    """Made by LoopbackFabric.open_port. Source and target addresses are those of this process (`base` is virtual)."""
+    """Made by LoopbackFabric.open_port. Registrations are memory of this process."""
 
     name: int
     random: random.Random
@@ -121,22 +121,18 @@ class LoopbackPort:
         return ProviderInfo(
             provider="loopback",
             library_version="-",
+            num_nics=1,
             pages_per_write=1,
             max_write_bytes=UNBOUNDED_BYTES,
             fences=True,
         )
 
-    @property
-    def address(self) -> bytes:
-        return PREFIX + b"%d:0" % self.name
-
-    def register(self, address: int, length_bytes: int) -> RegisteredMemory:
+    def register(self, address: int, length_bytes: int, fd: int = -1) -> RegisteredMemory:
         self._demand(address > 0 and length_bytes > 0, errno.EINVAL, f"register {length_bytes} bytes at {address}")
         memory = Memory(next(self._handles))
-        key = self.random.getrandbits(64)
-        own_address = PREFIX + b"%d:%d" % (self.name, memory)
-        self._memories[memory] = Registration(key, address, length_bytes, own_address)
-        return RegisteredMemory(memory, key, address, own_address)
+        own_address = PREFIX + b"%d:%d:%x" % (self.name, memory, self.random.getrandbits(64))
+        self._memories[memory] = Registration(address, length_bytes, own_address)
+        return RegisteredMemory(memory, own_address)
 
     def release(self, memory: Memory) -> None:
         self._demand(memory in self._memories, errno.ENOENT, f"release memory {memory}")
@@ -154,6 +150,10 @@ class LoopbackPort:
         self._demand(peer in self._peers, errno.ENOENT, f"drop peer {peer}")
         del self._peers[peer]
         self._abandon_all([write for write in self._writes.values() if write.spec.peer == peer], errno.ECANCELED)
+
+    def peer_info(self, peer: Peer) -> PeerInfo:
+        self._demand(peer in self._peers, errno.ENOENT, f"peer {peer}")
+        return PeerInfo(copies=False, num_paths=1, num_open=1)
 
     def watch(self, counter_address: int, wake_fd: int) -> Watch:
         self._demand(counter_address > 0, errno.EINVAL, f"watch a layer counter at {counter_address}")
@@ -225,7 +225,7 @@ class LoopbackPort:
     def listens_at(self, address: bytes) -> bool:
         if self._closed:
             return False
-        return address == self.address or any(each.own_address == address for each in self._memories.values())
+        return any(each.own_address == address for each in self._memories.values())
 
     def post(self) -> None:
         """Puts what the counters allow into the outbox."""
@@ -246,10 +246,13 @@ class LoopbackPort:
     def place(self, message: Message, now_s: float) -> None:
         """Arrival: nothing happens, as on a real fabric, when the key is closed or does not cover the bytes."""
         spec = message.write.spec
-        keyed = next((each for each in self._memories.values() if each.key == spec.key), None)
-        if keyed is None or not keyed.covers(message.target_address, message.length_bytes) or message.content is None:
+        memory = next((each for each in self._memories.values() if each.own_address == message.to), None)
+        if memory is None or message.content is None:
             return
-        ctypes.memmove(message.target_address, message.content, message.length_bytes)
+        address = memory.address + message.target_offset_bytes
+        if not memory.covers(address, message.length_bytes):
+            return
+        ctypes.memmove(address, message.content, message.length_bytes)
         count = self._count(spec.immediate)
         if count is None or count.reached:
             self._tell(StrayWrite(spec.immediate, 1))

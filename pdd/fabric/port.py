@@ -4,8 +4,8 @@ A request's life meets the fabric twice. The decoder calls `expect` before its t
 `CountReached` when all pieces have been placed. The prefiller calls `write` once for each chunk, and the fabric posts
 layer after layer as the executor's counter passes; each accepted `write` ends in one `WriteDone`, whatever happens.
 
-One port serves one rank. Calls are made from one thread (the event loop's) and never block, `open` and
-`close` apart. libfabric.py is the real port, loopback.py the one for simulations.
+One port serves one rank, over all of its NICs. Calls are made from one thread (the event loop's) and never block,
+`open` and `close` apart. libfabric.py is the real port, loopback.py the one for simulations.
 """
 
 from __future__ import annotations
@@ -32,22 +32,31 @@ class ProviderInfo(msgspec.Struct, frozen=True, kw_only=True):
     provider: str
     """libfabric's own name, for example `net` or `tcp;ofi_rxm`."""
     library_version: str
+    num_nics: int
     pages_per_write: int
     """Most (local, remote) pairs in one write: rma_iov_limit."""
     max_write_bytes: int
     fences: bool
-    """True when `release` surely stops late writes of the peer that held the key and used its `address`."""
+    """True when `release` surely stops late writes of the peer that used the registration's `address`."""
 
 
 class RegisteredMemory(msgspec.Struct, frozen=True):
     memory: Memory
-    key: int
-    """What a peer must present to write here (64 bits)."""
-    base: int
-    """What the peer writes as the address of the first byte: 0 or the virtual address, as the provider wants."""
     address: bytes
-    """What the peer passes to `add_peer` to write here: an endpoint that only this registration has, so that `release`
-    can close it. Over TCP a closed key alone still lets the rest of a half-arrived message in."""
+    """What the peer passes to `add_peer` to write here: for each NIC a key and an endpoint that only this registration
+    has, so that `release` can close both. Over TCP a closed key alone still lets the rest of a half-arrived message in.
+    """
+
+
+class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """How a peer is reached at this moment."""
+
+    copies: bool
+    """It is on this machine, and its port copies from our memory; the NICs rest."""
+    num_paths: int
+    """Pairs of a NIC of ours and one of the peer's."""
+    num_open: int
+    """Of those; the others have failed and are tried again later."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -61,7 +70,8 @@ class Piece(msgspec.Struct, frozen=True):
 class Write(msgspec.Struct, frozen=True, kw_only=True):
     """All layers of one chunk for one peer. For layer l, pair i and piece p it copies `length_bytes` from
     `source_base + l * source_layer_bytes + source_pages[i] * source_page_bytes + source_offset_bytes` (our address) to
-    `target_base + l * target_layer_bytes + target_pages[i] * target_page_bytes + target_offset_bytes` (the peer's).
+    `target_base + l * target_layer_bytes + target_pages[i] * target_page_bytes + target_offset_bytes` (from the begin
+    of the peer's registration on).
 
     Layer l is posted when the watch's counter is at least `counter_base + l + 1`; without a watch all at once.
     Every piece adds one to the target's count for `immediate`, however pieces are joined into writes.
@@ -70,7 +80,6 @@ class Write(msgspec.Struct, frozen=True, kw_only=True):
     token: Token
     peer: Peer
     memory: Memory
-    key: int
     immediate: Immediate
     num_layers: int
     source_base: int
@@ -95,6 +104,8 @@ class WriteDone(msgspec.Struct, frozen=True):
     num_pieces: int
     """Pieces that were posted, so that may arrive: all of them when error is 0."""
     num_bytes: int
+    first_s: float | None = None
+    """time.monotonic() when the first piece was posted; None: none was."""
 
 
 class CountReached(msgspec.Struct, frozen=True):
@@ -126,19 +137,14 @@ class FabricPort(Protocol):
     @property
     def info(self) -> ProviderInfo: ...
 
-    @property
-    def address(self) -> bytes:
-        """What a peer passes to `add_peer` when no registration's own address is at hand. `release` does not fence it
-        from a message that is half here."""
-        ...
-
-    def register(self, address: int, length_bytes: int) -> RegisteredMemory:
-        """Registers process memory for local reads and remote writes. Raises FabricError."""
+    def register(self, address: int, length_bytes: int, fd: int = -1) -> RegisteredMemory:
+        """Registers process memory for local reads and remote writes. `fd`: the memfd that is mapped there from its
+        first byte on, so that peers of this machine can read from it; -1: they cannot. Raises FabricError."""
         ...
 
     def release(self, memory: Memory) -> None:
-        """Closes the key and the registration's own endpoint: of a peer that writes to that `address`, nothing is
-        placed afterwards, not even the rest of a message (where `info.fences`). Writes that read from this memory are
+        """Closes the registration's keys and endpoints: of a peer that writes to its `address`, nothing is placed
+        afterwards, not even the rest of a message (where `info.fences`). Writes that read from this memory are
         cancelled."""
         ...
 
@@ -148,6 +154,10 @@ class FabricPort(Protocol):
 
     def drop_peer(self, peer: Peer) -> None:
         """Closes the connection and ends every write to it with ECANCELED; the handle is dead afterwards."""
+        ...
+
+    def peer_info(self, peer: Peer) -> PeerInfo:
+        """Raises FabricError for a handle that is dead."""
         ...
 
     def watch(self, counter_address: int, wake_fd: int) -> Watch:

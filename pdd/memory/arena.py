@@ -23,7 +23,7 @@ _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 COUNTER_BYTES = mmap.PAGESIZE
 
 
-class _SharedMemory:
+class SharedMemory:
     """A memfd and its mapping. Owns the descriptor; `close` gives both back."""
 
     def __init__(self, fd: int, num_bytes: int) -> None:
@@ -73,7 +73,7 @@ class _SharedMemory:
             self.fd = -1
 
 
-class Arena(_SharedMemory):
+class Arena(SharedMemory):
     """The KV memory of one rank: `layout.arena_bytes` bytes at `address`, zero until first written."""
 
     def __init__(self, fd: int, layout: KvLayout) -> None:
@@ -95,7 +95,7 @@ class Arena(_SharedMemory):
         return cls(fd, layout)
 
 
-class LayerCounter(_SharedMemory):
+class LayerCounter(SharedMemory):
     """A u64 at `address`: layers whose KV is in place, since the executor's start. It only grows."""
 
     def __init__(self, fd: int) -> None:

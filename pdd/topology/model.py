@@ -48,6 +48,11 @@ class Provider(StrEnum):
     SHM = "shm"
 
 
+class SameHost(StrEnum):
+    COPY = "copy"
+    FABRIC = "fabric"
+
+
 class OnHandoffFailure(StrEnum):
     RECOMPUTE = "recompute"
     ERROR = "error"
@@ -99,6 +104,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     provider: Provider = Provider.TCP
     """What carries the KV pages: tcp works everywhere, shm inside one machine."""
+    same_host: SameHost = SameHost.COPY
+    """Between replicas of one machine and user. copy: the decoder's fabric thread copies the pages from the prefiller's
+    memory, which it has mapped; no NIC is used. fabric: they go through the provider, as between machines."""
     spin_us: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """How long the progress thread polls before it blocks; 0 costs nothing when idle."""
 
@@ -173,7 +181,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Compute threads of each executor; None: as many as `cores`."""
     nics: Literal["auto"] | tuple[NonEmpty | tuple[NonEmpty, ...], ...] = "auto"
     """For each rank its NIC, or the list of NICs that it uses in parallel: names of network interfaces, or IPv4
-    addresses of theirs. auto: each rank has one port, on the node's `host`."""
+    addresses of theirs. auto: each rank listens on the node's `host`."""
     page_tokens: Positive = 16
     """Tokens of KV in a page: a power of two up to 256. Prefill and decode replicas may differ."""
     kv_bytes: Bytes = 256 * 1024 * 1024

@@ -1,22 +1,21 @@
 """The KV messenger of a replica set: every handoff that it sends or receives, between ticket and ready.
 
     decoder                                             prefiller
-      grant     a key of each NIC for this peer ----->    connect
+      grant     a key of each rank for this peer ---->    connect
       arm       the counts, then the ticket --------->    accept
       .                                                   announce   each chunk, before it runs
       .         <==== pages, layer by layer: legs ====    .
-      Arrived   every NIC's count is complete             Sent       pages may be reused
+      Arrived   every rank's count is complete            Sent       pages may be reused
 
     and where it goes wrong
       stopped   <------ numbers of pieces posted -----    stop -> Stopped
       Drained   all of those were counted
       revoke -> Drained (fenced)                          disconnect -> Stopped
 
-The planner (plan.py) says which source rank sends what to which target rank through which NICs; the Messenger of each
-NIC's port moves its part, and here the parts are one handoff again. It ends in exactly one of Sent and Stopped at its
-source, and of Arrived and Drained at its target, when the last port's part has ended: until then no page of it may be
-used for anything else. One part that fails stops the others. A message that fits no open handoff (late, doubled,
-unknown) changes nothing.
+The planner (plan.py) says which source rank sends what to which target rank; the Messenger of each rank moves its part,
+and here the parts are one handoff again. It ends in exactly one of Sent and Stopped at its source, and of Arrived and
+Drained at its target, when the last rank's part has ended: until then no page of it may be used for anything else. One
+part that fails stops the others. A message that fits no open handoff (late, doubled, unknown) changes nothing.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from collections.abc import Sequence
 
 from pdd.base.errors import BadTicket, InvariantBroken, PddError
 from pdd.base.ids import Immediate, Incarnation, PageId, ReplicaName, RequestId
-from pdd.fabric.port import ProviderInfo, RegisteredMemory
+from pdd.fabric.port import PeerInfo, ProviderInfo, RegisteredMemory
 from pdd.memory.shape import KvShape
 from pdd.transfer.events import Arrived, Drained, PortBroken, Sent, Stopped, Stray, TransferEvent
 from pdd.transfer.half import TransferCounters
 from pdd.transfer.inbound import Inbound
 from pdd.transfer.messenger import Messenger
 from pdd.transfer.outbound import Chunk, Outbound
-from pdd.transfer.plan import Stripes, expected_bytes, expected_pieces, incompatibilities, lacking_blocks
-from pdd.transfer.source import TargetNic
+from pdd.transfer.plan import expected_bytes, expected_pieces, incompatibilities, lacking_blocks
+from pdd.transfer.source import TargetRank
 from pdd.transfer.ticket import TargetReplica, check_ticket
 from pdd.wire.messages import Grant, PrefillRequest
 
@@ -51,17 +50,14 @@ __all__ = [
 
 
 class MessengerGroup:
-    """`ports`: the messengers of a replica set of that shape: of the NICs of its tensor-parallel rank 0, of those of
-    rank 1, ...; every rank has as many. Those of prefillers all watch the layer counter of rank 0's executor, each
-    through a Watch (and an eventfd) of its own port."""
+    """`ranks`: the messengers of a replica set of that shape. Those of prefillers all watch the layer counter of rank
+    0's executor, each through a Watch (and an eventfd) of its own port."""
 
-    def __init__(self, shape: KvShape, ports: Sequence[Messenger]) -> None:
-        if not ports or len(ports) % shape.tp:
-            raise InvariantBroken(f"{len(ports)} messengers for {shape.tp} ranks")
+    def __init__(self, shape: KvShape, ranks: Sequence[Messenger]) -> None:
+        if len(ranks) != shape.tp:
+            raise InvariantBroken(f"{len(ranks)} messengers for {shape.tp} ranks")
         self.shape = shape
-        self.num_nics = len(ports) // shape.tp
-        """Of each rank."""
-        self._ports = tuple(ports)
+        self._ranks = tuple(ranks)
         self._inbound: dict[RequestId, Inbound] = {}
         self._outbound: dict[RequestId, Outbound] = {}
         self._replicas: dict[tuple[Incarnation, ReplicaName], TargetReplica] = {}
@@ -69,8 +65,8 @@ class MessengerGroup:
 
     @property
     def infos(self) -> tuple[ProviderInfo, ...]:
-        """Of each port."""
-        return tuple(port.info for port in self._ports)
+        """Of each rank's port."""
+        return tuple(rank.info for rank in self._ranks)
 
     @property
     def fences(self) -> bool:
@@ -79,39 +75,31 @@ class MessengerGroup:
 
     @property
     def counters(self) -> TransferCounters:
-        """Sums over the ports and what the group itself has seen."""
-        every = [self._counters, *(port.counters for port in self._ports)]
+        """Sums over the ranks and what the group itself has seen."""
+        every = [self._counters, *(rank.counters for rank in self._ranks)]
         names = TransferCounters.__struct_fields__
         return TransferCounters(**{name: sum(getattr(it, name) for it in every) for name in names})
 
     def filenos(self) -> tuple[int, ...]:
-        """One for each port; `poll` when any is readable."""
-        return tuple(port.fileno() for port in self._ports)
+        """One for each rank; `poll` when any is readable."""
+        return tuple(rank.fileno() for rank in self._ranks)
 
     # The target.
 
     def grant(self, peer: Incarnation) -> tuple[RegisteredMemory, ...]:
-        """For each port a key to the arena for that peer alone; the same ones until revoked. Raises FabricError."""
-        return tuple(port.grant(peer) for port in self._ports)
+        """For each rank a key to its arena for that peer alone; the same ones until revoked. Raises FabricError."""
+        return tuple(rank.grant(peer) for rank in self._ranks)
 
     def grants(self, peer: Incarnation, replica: ReplicaName) -> list[Grant]:
         """Those keys as messages to the peer; `replica` is our name there."""
         return [
-            Grant(
-                replica=replica,
-                rank=number // self.num_nics,
-                nic=number % self.num_nics,
-                address=own.address,
-                key=own.key,
-                base=own.base,
-            )
-            for number, own in enumerate(self.grant(peer))
+            Grant(replica=replica, rank=rank, address=memory.address) for rank, memory in enumerate(self.grant(peer))
         ]
 
     def arm(
-        self, request: RequestId, peer: Incarnation, source: KvShape, start_token: int, num_tokens: int, *, seed: int
+        self, request: RequestId, peer: Incarnation, source: KvShape, start_token: int, num_tokens: int
     ) -> tuple[Immediate, ...]:
-        """Arms every port's count of a handoff from a replica set of shape `source`: positions `start_token` (a
+        """Arms every rank's count of a handoff from a replica set of shape `source`: positions `start_token` (a
         multiple of our page_tokens) `... num_tokens - 1`. Returns the ticket's immediates; it may leave afterwards.
 
         Raises QueueFull or FabricError, with nothing armed.
@@ -121,39 +109,37 @@ class MessengerGroup:
             raise InvariantBroken(
                 f"{request}: cannot arm it: armed already: {request in self._inbound}; misfits: {misfits or 'none'}"
             )
-        for port in self._ports:
-            port.require_port()
+        for messenger in self._ranks:
+            messenger.require_port()
         blocks = lacking_blocks(source, self.shape, start_token, num_tokens)
-        stripes = Stripes(self.num_nics, seed)
-        num_bytes = expected_bytes(source, self.shape, blocks, stripes)
-        num_pieces = [expected_pieces(source, self.shape, rank, blocks, stripes) for rank in range(self.shape.tp)]
+        num_bytes = expected_bytes(source, self.shape, blocks)
         immediates: list[Immediate] = []
         try:
-            for number, port in enumerate(self._ports):
-                rank, nic = divmod(number, self.num_nics)
-                immediates.append(port.arm(request, peer, num_pieces[rank][nic], num_bytes[nic]))
+            for rank, messenger in enumerate(self._ranks):
+                num_pieces = expected_pieces(source, self.shape, rank, blocks)
+                immediates.append(messenger.arm(request, peer, num_pieces, num_bytes))
         except PddError:
-            for port in self._ports[: len(immediates)]:
-                port.disarm(request)
+            for messenger in self._ranks[: len(immediates)]:
+                messenger.disarm(request)
             raise
         self._inbound[request] = Inbound(request=request, peer=peer, immediates=tuple(immediates))
         return tuple(immediates)
 
     def arrived(self, request: RequestId) -> tuple[int, int]:
-        """Pieces in place, and expected, over all ports; (0, 0) for an unknown handoff."""
-        parts = [port.arrived(request) for port in self._ports]
+        """Pieces in place, and expected, on all ranks; (0, 0) for an unknown handoff."""
+        parts = [rank.arrived(request) for rank in self._ranks]
         return sum(placed for placed, _ in parts), sum(expected for _, expected in parts)
 
     def stopped(self, request: RequestId, immediate: Immediate, num_pieces: Sequence[int]) -> None:
-        """The prefiller posted that many pieces to each port and posts no more: Drained once they are counted."""
+        """The prefiller posted that many pieces to each rank and posts no more: Drained once they are counted."""
         inbound = self._open_inbound(request, immediate)
         if inbound is None:
             return
-        if len(num_pieces) != len(self._ports):
+        if len(num_pieces) != len(self._ranks):
             self._counters.contradictions += 1
             return
-        for port in inbound.open_ports:
-            self._ports[port].stopped(request, inbound.immediates[port], num_pieces[port])
+        for rank in inbound.open_ranks:
+            self._ranks[rank].stopped(request, inbound.immediates[rank], num_pieces[rank])
 
     def rejected(self, request: RequestId, immediate: Immediate) -> None:
         """Nothing was or will be posted: Drained."""
@@ -163,19 +149,19 @@ class MessengerGroup:
         if self.arrived(request)[0]:
             self._counters.contradictions += 1
             return
-        for port in inbound.open_ports:
-            self._ports[port].rejected(request, inbound.immediates[port])
+        for rank in inbound.open_ranks:
+            self._ranks[rank].rejected(request, inbound.immediates[rank])
 
     def revoke(self, peer: Incarnation) -> None:
         """Closes the peer's keys. Where the provider fences (`fences`), its handoffs are drained by that; elsewhere
         each waits for `expire`, or for the counts if those are still reached."""
-        for port in self._ports:
-            port.revoke(peer)
+        for rank in self._ranks:
+            rank.revoke(peer)
 
     def expire(self, request: RequestId) -> None:
         """The provider's own bound for late writes of a revoked peer has passed: Drained. Others are left alone."""
-        for port in self._ports:
-            port.expire(request)
+        for rank in self._ranks:
+            rank.expire(request)
 
     def forget(self, request: RequestId) -> None:
         """Frees what an arrived handoff still holds; unknown ones hold nothing."""
@@ -188,8 +174,8 @@ class MessengerGroup:
 
     def _forget(self, inbound: Inbound) -> None:
         del self._inbound[inbound.request]
-        for port in inbound.arrived_ports:
-            self._ports[port].forget(inbound.request)
+        for rank in inbound.arrived_ranks:
+            self._ranks[rank].forget(inbound.request)
 
     def _open_inbound(self, request: RequestId, immediate: Immediate) -> Inbound | None:
         inbound = self._inbound.get(request)
@@ -201,45 +187,50 @@ class MessengerGroup:
     # The source.
 
     def connect(self, peer: Incarnation, grant: Grant) -> None:
-        """A NIC of a target rank lets us write through it. A grant that differs from an earlier one is of another life
-        of that NIC: what was under way to the old one stops."""
+        """A target rank lets us write to it. A grant that differs from an earlier one is of another life of that rank:
+        what was under way to the old one stops."""
         key = peer, grant.replica
         replica = self._replicas.setdefault(key, TargetReplica(peer=peer, name=grant.replica))
-        if replica.grants.get((grant.rank, grant.nic)) == grant:
+        if replica.grants.get(grant.rank) == grant:
             return
         replica.renew(grant)
-        old = TargetNic(peer, grant.replica, grant.rank, grant.nic)
-        for port in self._ports:
-            port.drop(old, f"{old} has a new fabric address")
+        old = TargetRank(peer, grant.replica, grant.rank)
+        for rank in self._ranks:
+            rank.drop(old, f"{old} has a new fabric address")
 
     def disconnect(self, peer: Incarnation) -> None:
         """The link is lost: all that is under way to the peer stops."""
         for key in [it for it in self._replicas if it[0] == peer]:
             del self._replicas[key]
-        for port in self._ports:
-            port.disconnect(peer)
+        for rank in self._ranks:
+            rank.disconnect(peer)
+
+    def ways(self, peer: Incarnation) -> list[PeerInfo]:
+        """How each of the peer's ranks is reached that pages have gone to."""
+        return [info for rank in self._ranks for info in rank.ways(peer)]
 
     def accept(self, ticket: PrefillRequest, peer: Incarnation, target: KvShape) -> None:
         """Opens a handoff to the ticket's target replica, which was announced with the shape `target`. Raises
-        BadTicket, or FabricError when a port has failed or cannot reach a target NIC."""
-        for port in self._ports:
-            port.require_port()
+        BadTicket, or FabricError when a port has failed or cannot reach a target rank."""
+        for rank in self._ranks:
+            rank.require_port()
         replica = self._replicas.get((peer, ticket.target_replica))
         if replica is None:
             raise BadTicket(f"target_replica: {ticket.target_replica[:100]} of {peer} is not connected")
         check_ticket(ticket, replica, self.shape, target)
         if ticket.request in self._outbound:
             raise BadTicket(f"request: {ticket.request[:100]} is still being handed off from here")
-        outbound = Outbound(ticket, self.shape, self.num_nics, target)
-        destinations = [replica.destination(ticket, number, target) for number in range(len(ticket.immediates))]
-        for lane in outbound.lanes:
-            to = destinations[lane.target_port].to
-            self._ports[lane.source_port].connect(to, replica.grants[to.rank, to.nic].address)
+        outbound = Outbound(ticket, self.shape, target)
+        destinations = [replica.destination(ticket, rank, target) for rank in range(target.tp)]
+        for leg in outbound.legs:
+            self._ranks[leg.source_rank].connect(
+                destinations[leg.target_rank].to, replica.grants[leg.target_rank].address
+            )
         replica.consume(ticket)
         self._outbound[ticket.request] = outbound
-        for number in outbound.source_ports:
-            served = [destinations[lane.target_port] for lane in outbound.lanes_from(number)]
-            self._ports[number].open(ticket.request, ticket.immediates, served)
+        for number in outbound.source_ranks:
+            served = [destinations[rank] for rank in outbound.targets_of(number)]
+            self._ranks[number].open(ticket.request, ticket.immediates, served)
 
     def announce(
         self, request: RequestId, start: int, end: int, *, last: bool, pages: Sequence[PageId], counter_base: int | None
@@ -254,9 +245,8 @@ class MessengerGroup:
             self._counters.ignored += 1
             return
         parcels = outbound.parcels(Chunk(start=start, end=end, last=last, pages=tuple(pages)))
-        for number, of_port in parcels.items():
-            last_of_port = outbound.complete(number)
-            self._ports[number].send(request, of_port, counter_base=counter_base, last=last_of_port)
+        for rank, of_rank in parcels.items():
+            self._ranks[rank].send(request, of_rank, counter_base=counter_base, last=outbound.complete)
 
     def stop(self, request: RequestId, reason: str = "stopped") -> None:
         """Posts nothing more: Stopped once all that was posted has ended. Ended handoffs stay ended."""
@@ -270,9 +260,9 @@ class MessengerGroup:
         if outbound.stopping:
             return
         outbound.stopping = True
-        for port in outbound.source_ports:
-            if port not in outbound.ends:
-                self._ports[port].stop(outbound.request, reason)
+        for rank in outbound.source_ranks:
+            if rank not in outbound.ends:
+                self._ranks[rank].stop(outbound.request, reason)
 
     # Both.
 
@@ -280,56 +270,52 @@ class MessengerGroup:
         """What has happened since the last poll, oldest first."""
         events: list[TransferEvent] = []
         moved = True
-        while moved:  # what one port's event makes another do is told at once
+        while moved:  # what one rank's event makes another do is told at once
             moved = False
-            for number, port in enumerate(self._ports):
-                for event in port.poll():
+            for number, rank in enumerate(self._ranks):
+                for event in rank.poll():
                     moved = True
                     self._take(number, event, events)
         return events
 
     def close(self) -> None:
         """Ends all handoffs and the ports. A last poll afterwards tells how they ended."""
-        for port in self._ports:
-            port.close()
+        for rank in self._ranks:
+            rank.close()
 
     def check(self) -> list[str]:
         """What contradicts itself: empty in a healthy group."""
-        problems = [f"{self._name(number)}: {it}" for number, port in enumerate(self._ports) for it in port.check()]
-        problems += [f"{it.request}: every source port's part is over, yet it is open"
+        problems = [f"rank {number}: {it}" for number, rank in enumerate(self._ranks) for it in rank.check()]
+        problems += [f"{it.request}: every source rank's part is over, yet it is open"
                      for it in self._outbound.values() if it.end() is not None]  # fmt: skip
         problems += [f"{it.request}: is over without all of its pieces, yet open"
                      for it in self._inbound.values() if it.over and isinstance(it.end(), Drained)]  # fmt: skip
         return problems
 
-    def _name(self, number: int) -> str:
-        rank, nic = divmod(number, self.num_nics)
-        return f"rank {rank} NIC {nic}"
-
-    def _take(self, port: int, event: TransferEvent, events: list[TransferEvent]) -> None:
+    def _take(self, rank: int, event: TransferEvent, events: list[TransferEvent]) -> None:
         match event:
             case Arrived() | Drained():
-                self._part_received(port, event, events)
+                self._part_received(rank, event, events)
             case Sent() | Stopped():
-                self._part_sent(port, event, events)
+                self._part_sent(rank, event, events)
             case Stray():
                 events.append(event)
             case PortBroken():
                 events.append(event)
-                self._port_broken(port)
+                self._port_broken(rank)
 
-    def _part_received(self, port: int, event: Arrived | Drained, events: list[TransferEvent]) -> None:
+    def _part_received(self, rank: int, event: Arrived | Drained, events: list[TransferEvent]) -> None:
         inbound = self._inbound[event.request]
-        inbound.ends[port] = event
+        inbound.ends[rank] = event
         if inbound.over:
             end = inbound.end()
             events.append(end)
             if isinstance(end, Drained):
                 self._forget(inbound)
 
-    def _part_sent(self, port: int, event: Sent | Stopped, events: list[TransferEvent]) -> None:
+    def _part_sent(self, rank: int, event: Sent | Stopped, events: list[TransferEvent]) -> None:
         outbound = self._outbound[event.request]
-        outbound.ends[port] = event
+        outbound.ends[rank] = event
         if isinstance(event, Stopped):
             self._stop(outbound, event.reason)
         end = outbound.end()
@@ -337,9 +323,9 @@ class MessengerGroup:
             del self._outbound[event.request]
             events.append(end)
 
-    def _port_broken(self, number: int) -> None:
-        """No handoff can be whole any more: what the other ports do ends too."""
+    def _port_broken(self, rank: int) -> None:
+        """No handoff can be whole any more: what the other ranks do ends too."""
         for outbound in list(self._outbound.values()):
-            self._stop(outbound, f"the fabric port of {self._name(number)} failed")
+            self._stop(outbound, f"the fabric port of rank {rank} failed")
         for peer in dict.fromkeys(it.peer for it in self._inbound.values()):
             self.revoke(peer)

@@ -26,10 +26,11 @@ class TransferCounters(msgspec.Struct):
 
 
 class Half:
-    def __init__(self, port: FabricPort, layout: KvLayout, arena_address: int) -> None:
+    def __init__(self, port: FabricPort, layout: KvLayout, arena_address: int, arena_fd: int) -> None:
         self._port = port
         self._layout = layout
         self._arena_address = arena_address
+        self._arena_fd = arena_fd
         self._events: list[TransferEvent] = []
         self._port_error = 0
         self.counters = TransferCounters()

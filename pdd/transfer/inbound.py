@@ -1,4 +1,4 @@
-"""One handoff at its target, over all ports: it ends when each port's part has."""
+"""One handoff at its target, over all ranks: it ends when each rank's part has."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ class Inbound(msgspec.Struct, kw_only=True):
     peer: Incarnation
     """Who holds the ticket."""
     immediates: tuple[Immediate, ...]
-    """Of each port; the first names the handoff."""
+    """Of each rank; the first names the handoff."""
     ends: dict[int, Arrived | Drained] = {}
-    """Of the ports whose part is over."""
+    """Of the ranks whose part is over."""
 
     @property
     def over(self) -> bool:
         return len(self.ends) == len(self.immediates)
 
     @property
-    def open_ports(self) -> list[int]:
-        return [port for port in range(len(self.immediates)) if port not in self.ends]
+    def open_ranks(self) -> list[int]:
+        return [rank for rank in range(len(self.immediates)) if rank not in self.ends]
 
     @property
-    def arrived_ports(self) -> list[int]:
-        return [port for port, end in self.ends.items() if isinstance(end, Arrived)]
+    def arrived_ranks(self) -> list[int]:
+        return [rank for rank, end in self.ends.items() if isinstance(end, Arrived)]
 
     def end(self) -> Arrived | Drained:
         """How it ended, once it is over: arrived only if everywhere."""
@@ -35,7 +35,7 @@ class Inbound(msgspec.Struct, kw_only=True):
         if len(arrived) < len(self.ends):
             fenced = any(isinstance(it, Drained) and it.fenced for it in self.ends.values())
             return Drained(request=self.request, immediate=self.immediates[0], fenced=fenced)
-        arrived = [it for it in arrived if it.num_pieces]  # a port that expected nothing has no times to tell
+        arrived = [it for it in arrived if it.num_pieces]  # a rank that expected nothing has no times to tell
         return Arrived(
             request=self.request,
             immediate=self.immediates[0],

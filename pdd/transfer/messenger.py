@@ -1,6 +1,6 @@
-"""The KV messenger of one NIC: its part of every handoff that its rank's replica set sends or receives. See group.py.
+"""The KV messenger of one rank: its part of every handoff that its rank's replica set sends or receives. See group.py.
 
-    decode rank's NIC                                   prefill ranks' NICs
+    decode rank                                         prefill ranks
       grant     a key for this peer alone  ---------->    connect
       arm       the count                  ---------->    open
       .                                                   send       each chunk, before it runs
@@ -29,11 +29,13 @@ from pdd.transfer.sending import Sending
 
 
 class Messenger(Receiving, Sending):
-    """`arena_address`: where the arena of `layout` is in this process. `watch`: the layer counter of the replica set's
-    lead executor; only prefillers have one."""
+    """`arena_address`: where the arena of `layout` is in this process; `arena_fd`: its memfd, or -1. `watch`: the layer
+    counter of the replica set's lead executor; only prefillers have one."""
 
-    def __init__(self, port: FabricPort, layout: KvLayout, arena_address: int, watch: Watch | None = None) -> None:
-        super().__init__(port, layout, arena_address)
+    def __init__(
+        self, port: FabricPort, layout: KvLayout, arena_address: int, watch: Watch | None = None, *, arena_fd: int = -1
+    ) -> None:
+        super().__init__(port, layout, arena_address, arena_fd)
         self._watch = watch
 
     @property

@@ -1,4 +1,4 @@
-"""One handoff at its source, over all ports: what each chunk sends by which lane, and the end of them all."""
+"""One handoff at its source, over all ranks: what each chunk sends by which leg, and the end of them all."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from pdd.base.ids import PageId
 from pdd.memory.shape import KvShape
 from pdd.transfer.events import Sent, Stopped
 from pdd.transfer.plan import (
-    Lane,
-    Stripes,
     completed_blocks,
     lacking_blocks,
     lacking_pages,
     leg_pieces,
     page_pairs,
-    plan_lanes,
     plan_legs,
 )
 from pdd.transfer.source import Parcel
@@ -33,36 +30,34 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outbound:
-    def __init__(self, ticket: PrefillRequest, own: KvShape, own_nics: int, target: KvShape) -> None:
+    def __init__(self, ticket: PrefillRequest, own: KvShape, target: KvShape) -> None:
         num_tokens = len(ticket.prompt) - 1
-        legs = plan_legs(own, target, ticket.seed)
+        self.legs = plan_legs(own, target, ticket.seed)
         self._blocks = lacking_blocks(own, target, ticket.start_token, num_tokens)
         self.request = ticket.request
         self.immediate = ticket.immediates[0]
-        self._stripes = Stripes(ticket.num_nics, ticket.seed)
-        self.lanes = plan_lanes(legs, self._blocks, own_nics, self._stripes)
-        self.source_ports = sorted({lane.source_port for lane in self.lanes})
+        self.source_ranks = sorted({leg.source_rank for leg in self.legs})
         self.ends: dict[int, Sent | Stopped] = {}
-        """Of the source ports whose part is over."""
+        """Of the source ranks whose part is over."""
         self.stopping = False
         self._own = own
         self._target = target
         self._target_pages = ticket.target_pages
         self._first_page = lacking_pages(target.layout, ticket.start_token, num_tokens).start
         self._next_block = self._blocks.start
-        self._last_block = {self._stripes.nic_of(block): block for block in self._blocks}
-        """Of each target NIC."""
-        self._pieces = {leg: leg_pieces(own, target, leg) for leg in legs}
+        self._pieces = {leg: leg_pieces(own, target, leg) for leg in self.legs}
 
-    def lanes_from(self, source_port: int) -> list[Lane]:
-        return [lane for lane in self.lanes if lane.source_port == source_port]
+    def targets_of(self, source_rank: int) -> list[int]:
+        """The ranks that it sends to."""
+        return [leg.target_rank for leg in self.legs if leg.source_rank == source_rank]
 
-    def complete(self, source_port: int) -> bool:
-        """Everything of that port has been put into parcels."""
-        return all(self._last_block[lane.target_nic] < self._next_block for lane in self.lanes_from(source_port))
+    @property
+    def complete(self) -> bool:
+        """Everything has been put into parcels."""
+        return self._next_block == self._blocks.stop
 
     def parcels(self, chunk: Chunk) -> dict[int, list[Parcel]]:
-        """For each source port what the chunk completes of that which the target lacks; empty when it is nothing.
+        """For each source rank what the chunk completes of that which the target lacks; empty when it is nothing.
 
         Raises InvariantBroken, with nothing changed, when the chunk does not go on where the one before ended.
         """
@@ -72,19 +67,17 @@ class Outbound:
         self._next_block = blocks.stop
         parcels: dict[int, list[Parcel]] = {}
         first_page = chunk.start // self._own.layout.page_tokens
-        for pairs in page_pairs(self._own, self._target, blocks, self._stripes):
+        for pairs in page_pairs(self._own, self._target, blocks):
             source_pages = tuple(chunk.pages[page - first_page] for page in pairs.source_pages)
             target_pages = tuple(self._target_pages[page - self._first_page] for page in pairs.target_pages)
-            for lane in self.lanes:
-                if lane.target_nic != pairs.target_nic:
-                    continue
+            for leg in self.legs:
                 parcel = Parcel(
-                    target_port=lane.target_port,
+                    target_rank=leg.target_rank,
                     source_pages=source_pages,
                     target_pages=target_pages,
-                    pieces=self._pieces[lane.leg][pairs.phase],
+                    pieces=self._pieces[leg][pairs.phase],
                 )
-                parcels.setdefault(lane.source_port, []).append(parcel)
+                parcels.setdefault(leg.source_rank, []).append(parcel)
         return parcels
 
     def _check(self, chunk: Chunk, done: range) -> None:
@@ -99,8 +92,8 @@ class Outbound:
             )
 
     def end(self) -> Sent | Stopped | None:
-        """How it ended, when every source port's part has."""
-        if len(self.ends) < len(self.source_ports):
+        """How it ended, when every source rank's part has."""
+        if len(self.ends) < len(self.source_ranks):
             return None
         num_pieces = tuple(map(sum, zip(*(it.num_pieces for it in self.ends.values()), strict=True)))
         stopped = [it for it in self.ends.values() if isinstance(it, Stopped)]

@@ -1,4 +1,4 @@
-"""Which source rank sends what to which target rank, through which NICs, and how many pieces each has to count. Pure.
+"""Which source rank sends what to which target rank, and how many pieces each has to count. Pure.
 
 A source and a target share the model, and may differ in everything else: in tensor parallelism, so that a target rank's
 heads lie with several source ranks or are a part of one's; and in `page_tokens`, where one divides the other.
@@ -24,21 +24,13 @@ the row anywhere:
 A block is sent by the chunk that completes it, a last block that stays partial by the last chunk. So every block of
 every layer is sent exactly once whatever the chunks are, and both sides know the count before the first byte moves.
 
-NICs: every rank of a replica set has as many, each with a port of its own. The blocks are dealt over those of the
-target by their place in the sequence, whatever the chunks are, in stripes of a few neighbours:
-
-    blocks           0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13      STRIPE_BLOCKS 4, target with 2 NICs
-    target NIC          0    |    1    |     0     |   1
-
-What goes to NIC n leaves through the source's NIC n, modulo the number that it has. Ports are numbered rank by rank:
-NIC n of rank r is port r * num_nics + n, and each port of the target has a count of its own.
+Through which NICs a rank's pieces leave and arrive is no part of this: its port deals them, and counts them together.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import msgspec
 
@@ -46,9 +38,6 @@ from pdd.fabric.port import Piece
 from pdd.memory.layout import KvLayout
 from pdd.memory.shape import KvShape
 
-STRIPE_BLOCKS = 4
-"""Neighbours that go through the same NIC, so that pages which are adjacent on both sides may be joined to one write.
-Few, so that even a chunk keeps all NICs busy."""
 _COMPARED_FIELDS = ("num_layers", "num_planes", "head_dim", "dtype")
 
 
@@ -61,19 +50,9 @@ class Leg(msgspec.Struct, frozen=True):
     """Heads of the model that travel; both ranks hold all of them."""
 
 
-class Lane(msgspec.Struct, frozen=True):
-    """What of a leg goes to one NIC of the target rank."""
-
-    leg: Leg
-    target_nic: int
-    source_port: int
-    target_port: int
-
-
 class PagePairs(msgspec.Struct, frozen=True):
-    """Blocks of one target NIC and phase: what travels between the two pages of each pair are the same pieces."""
+    """Blocks of one phase: what travels between the two pages of each pair are the same pieces."""
 
-    target_nic: int
     phase: int
     source_pages: tuple[int, ...]
     """By their place in the sequence."""
@@ -134,18 +113,6 @@ def _choose(source: KvShape, target: KvShape, head: int, target_rank: int, seed:
     return holders[place]
 
 
-class Stripes(msgspec.Struct, frozen=True):
-    """How the blocks of a handoff are dealt over the NICs of each target rank: a stripe of blocks each in turn. Every
-    handoff begins with another NIC, so that short ones load them evenly too."""
-
-    num_nics: int
-    seed: int
-
-    def nic_of(self, block: int) -> int:
-        """The target NIC that takes a block."""
-        return (block // STRIPE_BLOCKS + self.seed) % self.num_nics
-
-
 # Tokens.
 
 
@@ -177,42 +144,16 @@ def completed_blocks(source: KvShape, target: KvShape, start: int, end: int, *, 
     return range(start // size, -(-end // size) if last else end // size)
 
 
-def page_pairs(source: KvShape, target: KvShape, blocks: range, stripes: Stripes) -> Iterator[PagePairs]:
-    """Where blocks lie, in the order of their first ones."""
+def page_pairs(source: KvShape, target: KvShape, blocks: range) -> Iterator[PagePairs]:
+    """Where blocks lie, phase by phase."""
     size, phases = block_tokens(source, target), num_phases(source, target)
-    alike: dict[tuple[int, int], list[int]] = {}
-    for block in blocks:
-        alike.setdefault((stripes.nic_of(block), block % phases), []).append(block)
-    for (nic, phase), same in alike.items():
+    for first in blocks[:phases]:
+        same = range(first, blocks.stop, phases)
         yield PagePairs(
-            target_nic=nic,
-            phase=phase,
+            phase=first % phases,
             source_pages=tuple(block * size // source.layout.page_tokens for block in same),
             target_pages=tuple(block * size // target.layout.page_tokens for block in same),
         )
-
-
-# NICs.
-
-
-def plan_lanes(legs: Sequence[Leg], blocks: range, source_nics: int, stripes: Stripes) -> tuple[Lane, ...]:
-    """Each leg's lanes for those blocks; a NIC that takes none of them has no lane.
-
-    Where both sides have as many NICs, number n sends to number n, as rails are wired. Elsewhere the source's NICs take
-    turns from handoff to handoff.
-    """
-    used = sorted({stripes.nic_of(block) for block in blocks})
-    turn = 0 if source_nics == stripes.num_nics else stripes.seed
-    return tuple(
-        Lane(
-            leg=leg,
-            target_nic=nic,
-            source_port=leg.source_rank * source_nics + (nic + turn) % source_nics,
-            target_port=leg.target_rank * stripes.num_nics + nic,
-        )
-        for leg in legs
-        for nic in used
-    )
 
 
 # Bytes.
@@ -255,23 +196,14 @@ def _continues(before: Piece, run: Piece) -> bool:
     )
 
 
-def expected_pieces(
-    source: KvShape, target: KvShape, target_rank: int, blocks: range, stripes: Stripes
-) -> tuple[int, ...]:
-    """What each NIC of a target rank counts for a handoff of the lacking `blocks`: pieces of all layers from all source
-    ranks."""
+def expected_pieces(source: KvShape, target: KvShape, target_rank: int, blocks: range) -> int:
+    """What a target rank counts for a handoff of the lacking `blocks`: pieces of all layers from all source ranks."""
     per_block = sum(len(_phase_pieces(source, target, leg, 0)) for leg in legs_to(source, target, target_rank, seed=0))
-    return tuple(target.layout.num_layers * number * per_block for number in _dealt(blocks, stripes))
+    return target.layout.num_layers * len(blocks) * per_block
 
 
-def expected_bytes(source: KvShape, target: KvShape, blocks: range, stripes: Stripes) -> tuple[int, ...]:
+def expected_bytes(source: KvShape, target: KvShape, blocks: range) -> int:
     """Bytes of those pieces; the same for every target rank."""
     layout = target.layout
     block_bytes = layout.num_planes * layout.num_kv_heads * block_tokens(source, target) * layout.row_bytes
-    return tuple(layout.num_layers * number * block_bytes for number in _dealt(blocks, stripes))
-
-
-def _dealt(blocks: range, stripes: Stripes) -> list[int]:
-    """How many of them each NIC takes."""
-    numbers = Counter(stripes.nic_of(block) for block in blocks)
-    return [numbers[nic] for nic in range(stripes.num_nics)]
+    return layout.num_layers * len(blocks) * block_bytes

@@ -19,8 +19,8 @@ from pdd.transfer.target import Target
 
 
 class Receiving(Half):
-    def __init__(self, port: FabricPort, layout: KvLayout, arena_address: int) -> None:
-        super().__init__(port, layout, arena_address)
+    def __init__(self, port: FabricPort, layout: KvLayout, arena_address: int, arena_fd: int) -> None:
+        super().__init__(port, layout, arena_address, arena_fd)
         self._grants: dict[Incarnation, RegisteredMemory] = {}
         self._slots = ImmediateSlots()
         self._targets: dict[RequestId, Target] = {}

@@ -11,35 +11,35 @@ from collections.abc import Sequence
 
 from pdd.base.errors import FabricBusy, FabricError, InvariantBroken
 from pdd.base.ids import Immediate, Incarnation, RequestId
-from pdd.fabric.port import FabricPort, Token, Watch, Write, WriteDone
+from pdd.fabric.port import FabricPort, PeerInfo, Token, Watch, Write, WriteDone
 from pdd.memory.layout import KvLayout
 from pdd.transfer.half import Half
-from pdd.transfer.source import Connection, Destination, LocalArena, Parcel, Source, TargetNic
+from pdd.transfer.source import Connection, Destination, LocalArena, Parcel, Source, TargetRank
 
 
 class Sending(Half):
-    def __init__(self, port: FabricPort, layout: KvLayout, arena_address: int) -> None:
-        super().__init__(port, layout, arena_address)
+    def __init__(self, port: FabricPort, layout: KvLayout, arena_address: int, arena_fd: int) -> None:
+        super().__init__(port, layout, arena_address, arena_fd)
         self._watch: Watch | None = None
         self._local: LocalArena | None = None
-        self._connections: dict[TargetNic, Connection] = {}
+        self._connections: dict[TargetRank, Connection] = {}
         self._sources: dict[RequestId, Source] = {}
         self._by_token: dict[Token, Source] = {}
         self._waiting: deque[Write] = deque()
         self._num_tokens = 0
 
-    def connect(self, to: TargetNic, address: bytes) -> None:
-        """Makes a target NIC reachable, if it is not. Raises FabricError."""
+    def connect(self, to: TargetRank, address: bytes) -> None:
+        """Makes a target rank reachable, if it is not. Raises FabricError."""
         self.require_port()
         if to in self._connections:
             return
         if self._local is None:
-            memory = self._port.register(self._arena_address, self._layout.arena_bytes).memory
+            memory = self._port.register(self._arena_address, self._layout.arena_bytes, self._arena_fd).memory
             self._local = LocalArena(layout=self._layout, address=self._arena_address, memory=memory)
         self._connections[to] = Connection(to, self._port.add_peer(address))
 
-    def drop(self, to: TargetNic, reason: str) -> None:
-        """All that is under way to a target NIC stops; it may be connected anew."""
+    def drop(self, to: TargetRank, reason: str) -> None:
+        """All that is under way to a target rank stops; it may be connected anew."""
         connection = self._connections.get(to)
         if connection is None:
             return
@@ -53,9 +53,13 @@ class Sending(Half):
         for to in [it for it in self._connections if it.peer == peer]:
             self.drop(to, f"the link of {to.replica} was lost")
 
+    def ways(self, peer: Incarnation) -> list[PeerInfo]:
+        """How the peer's connected ranks are reached."""
+        return [self._port.peer_info(it.handle) for to, it in self._connections.items() if to.peer == peer]
+
     def open(self, request: RequestId, immediates: Sequence[Immediate], destinations: Sequence[Destination]) -> None:
-        """Begins a handoff: this port's part goes to `destinations`, connected ones; `immediates` are those of all the
-        target's ports."""
+        """Begins a handoff: this rank's part goes to `destinations`, connected ones; `immediates` are those of all the
+        target's ranks."""
         if request in self._sources or not all(it.to in self._connections for it in destinations):
             raise InvariantBroken(f"{request}: is handed off already, or its target is not connected: {destinations}")
         ways = [(self._connections[it.to], it) for it in destinations]

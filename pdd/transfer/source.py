@@ -1,4 +1,4 @@
-"""The prefill half of one handoff on one source port: from the accepted ticket to the end of its last write."""
+"""The prefill half of one handoff on one source rank: from the accepted ticket to the end of its last write."""
 
 from __future__ import annotations
 
@@ -12,39 +12,34 @@ from pdd.memory.layout import KvLayout
 from pdd.transfer.events import Sent, Stopped
 
 
-class TargetNic(msgspec.Struct, frozen=True):
-    """Somebody to write to: a NIC of a rank of a replica set, in one life of its node."""
+class TargetRank(msgspec.Struct, frozen=True):
+    """Somebody to write to: a rank of a replica set, in one life of its node."""
 
     peer: Incarnation
     replica: ReplicaName
     rank: int
-    nic: int
 
     def __str__(self) -> str:
-        return f"{self.replica} rank {self.rank} NIC {self.nic}"
+        return f"{self.replica} rank {self.rank}"
 
 
 class Connection(msgspec.Struct, frozen=True):
-    to: TargetNic
+    to: TargetRank
     handle: Peer
 
 
 class Destination(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a handoff's pages are on one target rank, and what that has given us to write there through a NIC."""
+    """Where a handoff's pages are on one target rank."""
 
-    port: int
-    """Its number among those of the target; see plan.py."""
-    to: TargetNic
+    to: TargetRank
     layout: KvLayout
-    base: int
-    key: int
     immediate: Immediate
 
 
 class Parcel(msgspec.Struct, frozen=True, kw_only=True):
-    """Page pairs that travel to one target port, all by the same pieces."""
+    """Page pairs that travel to one target rank, all by the same pieces."""
 
-    target_port: int
+    target_rank: int
     source_pages: tuple[PageId, ...]
     target_pages: tuple[PageId, ...]
     pieces: tuple[Piece, ...]
@@ -66,13 +61,13 @@ class Source:
     ) -> None:
         self.request = request
         self.outstanding: dict[Token, int] = {}
-        """Target ports of the writes that were made and have not ended, those that wait for a free slot of the port
+        """Target ranks of the writes that were made and have not ended, those that wait for a free slot of the port
         included."""
         self.stop_reason: str | None = None
         self.complete = False
         """Nothing more will be given to `write`."""
         self._immediate = immediates[0]
-        self._ways = {destination.port: (connection, destination) for connection, destination in ways}
+        self._ways = {destination.to.rank: (connection, destination) for connection, destination in ways}
         self._num_pieces = [0] * len(immediates)
         self._num_bytes = 0
 
@@ -84,23 +79,22 @@ class Source:
         return [connection for connection, _ in self._ways.values()]
 
     def name_of(self, token: Token) -> str:
-        """The target NIC of an outstanding write."""
+        """The target of an outstanding write."""
         return str(self._ways[self.outstanding[token]][1].to)
 
     def write(self, token: Token, local: LocalArena, parcel: Parcel, watch: Watch | None, counter_base: int) -> Write:
-        connection, destination = self._ways[parcel.target_port]
-        self.outstanding[token] = parcel.target_port
+        connection, destination = self._ways[parcel.target_rank]
+        self.outstanding[token] = parcel.target_rank
         return Write(
             token=token,
             peer=connection.handle,
             memory=local.memory,
-            key=destination.key,
             immediate=destination.immediate,
             num_layers=local.layout.num_layers,
             source_base=local.address,
             source_layer_bytes=local.layout.layer_bytes,
             source_page_bytes=local.layout.page_bytes,
-            target_base=destination.base,
+            target_base=0,
             target_layer_bytes=destination.layout.layer_bytes,
             target_page_bytes=destination.layout.page_bytes,
             source_pages=parcel.source_pages,

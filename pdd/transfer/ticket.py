@@ -12,46 +12,37 @@ from pdd.base.ids import Immediate, Incarnation, ReplicaName
 from pdd.fabric.immediate import generation_of, pack, slot_of
 from pdd.memory.shape import KvShape
 from pdd.transfer.plan import incompatibilities, lacking_pages
-from pdd.transfer.source import Destination, TargetNic
+from pdd.transfer.source import Destination, TargetRank
 from pdd.wire.messages import Grant, PrefillRequest
 
 
 class TargetReplica(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica set of one incarnation of its node: what its NICs have given us, and what we have used of it."""
+    """A replica set of one incarnation of its node: what its ranks have given us, and what we have used of it."""
 
     peer: Incarnation
     name: ReplicaName
-    grants: dict[tuple[int, int], Grant] = {}
-    """By rank and NIC."""
-    generations: dict[tuple[int, int, int], int] = {}
-    """Of each rank, NIC and slot the generation that we have served last: a ticket is good for one handoff."""
+    grants: dict[int, Grant] = {}
+    """By rank."""
+    generations: dict[tuple[int, int], int] = {}
+    """Of each rank and slot the generation that we have served last: a ticket is good for one handoff."""
 
     def renew(self, grant: Grant) -> None:
-        """A NIC's new grant: its slots may begin anew."""
-        where = grant.rank, grant.nic
-        self.grants[where] = grant
-        for key in [it for it in self.generations if it[:2] == where]:
+        """A rank's new grant: its slots may begin anew."""
+        self.grants[grant.rank] = grant
+        for key in [it for it in self.generations if it[0] == grant.rank]:
             del self.generations[key]
 
-    def destination(self, ticket: PrefillRequest, port: int, shape: KvShape) -> Destination:
-        """One port of the ticket's target, which has that shape."""
-        rank, nic = divmod(port, ticket.num_nics)
-        grant = self.grants[rank, nic]
-        return Destination(
-            port=port,
-            to=TargetNic(self.peer, self.name, rank, nic),
-            layout=shape.layout,
-            base=grant.base,
-            key=grant.key,
-            immediate=ticket.immediates[port],
-        )
+    def destination(self, ticket: PrefillRequest, rank: int, shape: KvShape) -> Destination:
+        """One rank of the ticket's target, which has that shape."""
+        to = TargetRank(self.peer, self.name, rank)
+        return Destination(to=to, layout=shape.layout, immediate=ticket.immediates[rank])
 
     def consume(self, ticket: PrefillRequest) -> None:
-        for port, immediate in enumerate(ticket.immediates):
-            self.generations[*divmod(port, ticket.num_nics), slot_of(immediate)] = generation_of(immediate)
+        for rank, immediate in enumerate(ticket.immediates):
+            self.generations[rank, slot_of(immediate)] = generation_of(immediate)
 
-    def is_consumed(self, rank: int, nic: int, immediate: Immediate) -> bool:
-        return self.generations.get((rank, nic, slot_of(immediate))) == generation_of(immediate)
+    def is_consumed(self, rank: int, immediate: Immediate) -> bool:
+        return self.generations.get((rank, slot_of(immediate))) == generation_of(immediate)
 
 
 def check_ticket(ticket: PrefillRequest, replica: TargetReplica, own: KvShape, target: KvShape) -> None:
@@ -59,7 +50,7 @@ def check_ticket(ticket: PrefillRequest, replica: TargetReplica, own: KvShape, t
     faults = list(incompatibilities(own, target))
     if not faults:
         faults += _page_faults(ticket, own, target)
-        faults += _port_faults(ticket, replica, target)
+        faults += _rank_faults(ticket, replica, target)
     if ticket.target_incarnation != replica.peer:
         faults.append(f"target_incarnation: {ticket.target_incarnation[:40]} came over the link of {replica.peer}")
     if ticket.shape_digest != target.digest():
@@ -83,15 +74,14 @@ def _page_faults(ticket: PrefillRequest, own: KvShape, target: KvShape) -> Itera
         yield f"target_pages: some are outside of the target's {layout.num_pages}"
 
 
-def _port_faults(ticket: PrefillRequest, replica: TargetReplica, target: KvShape) -> Iterator[str]:
-    if ticket.num_nics < 1 or len(ticket.immediates) != target.tp * ticket.num_nics:
-        yield f"immediates: {len(ticket.immediates)} for {target.tp} ranks with {ticket.num_nics} NICs each"
+def _rank_faults(ticket: PrefillRequest, replica: TargetReplica, target: KvShape) -> Iterator[str]:
+    if len(ticket.immediates) != target.tp:
+        yield f"immediates: {len(ticket.immediates)} for {target.tp} ranks"
         return
-    for port, immediate in enumerate(ticket.immediates):
-        rank, nic = divmod(port, ticket.num_nics)
-        if (rank, nic) not in replica.grants:
-            yield f"target_replica: rank {rank} has granted us no memory key for its NIC {nic}"
+    for rank, immediate in enumerate(ticket.immediates):
+        if rank not in replica.grants:
+            yield f"target_replica: rank {rank} has granted us no memory key"
         if not 0 <= immediate < 1 << 32 or immediate != pack(slot_of(immediate), generation_of(immediate)):
-            yield f"immediates: {immediate} of rank {rank} NIC {nic} is none"
-        elif replica.is_consumed(rank, nic, immediate):
-            yield f"immediates: {immediate} of rank {rank} NIC {nic} was used by an earlier ticket"
+            yield f"immediates: {immediate} of rank {rank} is none"
+        elif replica.is_consumed(rank, immediate):
+            yield f"immediates: {immediate} of rank {rank} was used by an earlier ticket"

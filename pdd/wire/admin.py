@@ -30,16 +30,18 @@ class AdminReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NicStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A NIC of a rank (its fabric port), and what went through it since the start."""
+    """A NIC of a rank, and what went through it since the start."""
 
     rank: int
     """Tensor-parallel rank in the set."""
     nic: int
     host: str
-    """The address that the port binds."""
+    """The address that the rank's port binds there."""
     sent_bytes: int
     """KV, and what the measurement at the start wrote."""
     arrived_pieces: int
+    failed_paths: int
+    """Times that a path from this NIC to a peer's was given up, for a while."""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +60,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     provider: str
     nics: tuple[NicStatus, ...]
     """Of all ranks; empty where nothing is handed over."""
+    copied_bytes: int
+    """KV that came from prefillers of this machine as copies, since the start."""
     fabric_gigabytes_per_s: float | None
     """Measured at start: a loopback write to itself; None where it could not be."""
 
@@ -187,6 +191,8 @@ class PeerRow(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[str, ...]
     links: int
     """Links to it since the start: more than one means it came back."""
+    way: str
+    """How pages go to it: `copy`, or `2 of 2 paths`; empty while none have."""
 
 
 class Peers(msgspec.Struct, frozen=True, kw_only=True):

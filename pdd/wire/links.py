@@ -341,4 +341,5 @@ class Links:
             silent_s=asyncio.get_running_loop().time() - link.heard_s if link else 0.0,
             replicas=peer.replicas,
             links=peer.links,
+            way="",
         )

@@ -20,7 +20,7 @@ from pdd.base.ids import Immediate, Incarnation, NodeName, PageId, ReplicaName, 
 from pdd.lifecycle.request import GenerateRequest, TokenOutput
 from pdd.memory.shape import KvShape
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised with every change that an older daemon would misread."""
 
 
@@ -112,15 +112,12 @@ class Cancel(Message, frozen=True):
 
 
 class Grant(Message, frozen=True):
-    """The sender's decode rank lets the receiving incarnation write into its arena through one of its NICs, with a key
-    and a fabric address made for it alone."""
+    """The sender's decode rank lets the receiving incarnation write into its arena."""
 
     replica: ReplicaName
     rank: int
-    nic: int
     address: bytes
-    key: int
-    base: int
+    """Of the rank's port: for each NIC a key and an endpoint, made for that incarnation alone."""
 
 
 class PrefillRequest(Message, frozen=True):
@@ -140,11 +137,8 @@ class PrefillRequest(Message, frozen=True):
     """First position that the target lacks; a multiple of its page_tokens."""
     target_pages: tuple[PageId, ...]
     """The same pages on every target rank."""
-    num_nics: Annotated[int, Meta(ge=1)]
-    """Of each target rank."""
     immediates: Annotated[tuple[Immediate, ...], Meta(min_length=1)]
-    """For each NIC of each target rank (rank by rank) the count that it has armed; the first names the handoff in every
-    other message."""
+    """For each target rank the count that it has armed; the first names the handoff in every other message."""
     lease_s: float
     verify: bool = False
     """The target wants `PrefillDigests`."""
@@ -192,7 +186,7 @@ class PrefillStopped(Message, frozen=True):
     request: RequestId
     immediate: Immediate
     num_pieces: tuple[int, ...]
-    """For each NIC of each target rank, from all source ranks together."""
+    """For each target rank, from all source ranks together."""
     reason: str
 
 
