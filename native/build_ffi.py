@@ -9,7 +9,17 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path(__file__).parent if "__file__" in globals() else Path("native")
-SOURCES = ["pdd_fabric.c", "pdd_choose.c", "pdd_open.c", "pdd_control.c", "pdd_write.c", "pdd_count.c", "pdd_progress.c"]
+SOURCES = [
+    "pdd_fabric.c",
+    "pdd_choose.c",
+    "pdd_region.c",
+    "pdd_open.c",
+    "pdd_control.c",
+    "pdd_write.c",
+    "pdd_count.c",
+    "pdd_progress.c",
+]
+HEADERS = ["pdd_fabric.h", "pdd_choose.h", "pdd_region.h", "pdd_port.h", "pdd_ring.h"]
 FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"]
 
 
@@ -34,7 +44,7 @@ def make_ffi() -> FFI:
         '#include "pdd_fabric.h"',
         sources=[f"native/{name}" for name in SOURCES],
         include_dirs=["native"],
-        depends=["native/pdd_fabric.h", "native/pdd_choose.h", "native/pdd_port.h", "native/pdd_ring.h"],
+        depends=[f"native/{name}" for name in HEADERS],
         extra_compile_args=[*FLAGS, *pkg_config("--cflags")],
         extra_link_args=["-pthread", *pkg_config("--libs")],
     )

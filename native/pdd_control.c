@@ -47,7 +47,7 @@ static void leave_place(struct place *place)
 /* shm works only inside our own calls: an endpoint that is never called again places and sends nothing. And closing one
  * is not safe: a peer in the same process uses its queues without a mapping of its own. So only its handle goes; the
  * port's close takes the endpoint, unless messages of it are still out there: then the process's end does. */
-static bool must_linger(const struct pdd_port *port) { return port->endpoint.fd < 0; }
+static bool must_linger(const struct pdd_port *port) { return port->terms.lingers; }
 
 static bool has_messages_out(const struct pdd_port *port, const struct peer *peer)
 {
@@ -73,19 +73,45 @@ struct watch *pdd_find_watch(struct pdd_port *port, uint32_t handle)
 /* Keys that we may choose are random: who was not given one does not guess it. */
 static int register_with_key(struct pdd_port *port, struct memory *memory)
 {
-    const struct fi_domain_attr *domain = port->fabric_info->domain_attr;
-    bool chooses = !(domain->mr_mode & FI_MR_PROV_KEY);
+    const struct pdd_terms *terms = &port->terms;
+    struct pdd_registration registration;
     int rc;
     do {
         uint64_t key = 0;
-        if (chooses && getrandom(&key, sizeof key, 0) != sizeof key)
+        if (terms->chooses_keys && getrandom(&key, sizeof key, 0) != sizeof key)
             return -EIO;
-        if (domain->mr_key_size < sizeof key)
-            key &= (1ull << 8 * domain->mr_key_size) - 1;
-        rc = fi_mr_reg(port->domain, (void *)memory->address, memory->length_bytes, FI_WRITE | FI_REMOTE_WRITE, 0, key,
-                       0, &memory->mr, NULL);
-    } while (chooses && rc == -FI_ENOKEY);
+        if (terms->key_bytes < sizeof key)
+            key &= (1ull << 8 * terms->key_bytes) - 1;
+        rc = pdd_describe_region(&memory->region, terms, key, &registration);
+        if (!rc)
+            rc = fi_mr_regattr(port->domain, &registration.attr, registration.flags, &memory->mr);
+    } while (terms->chooses_keys && rc == -FI_ENOKEY);
     return rc;
+}
+
+/* Only writes to this endpoint shall find the key. */
+static int bind_memory(const struct pdd_port *port, struct memory *memory)
+{
+    if (!port->terms.binds_memory)
+        return 0;
+    int rc = fi_mr_bind(memory->mr, &memory->endpoint.ep->fid, 0);
+    return rc ? rc : fi_mr_enable(memory->mr);
+}
+
+static int close_key(struct memory *memory)
+{
+    int rc = memory->mr ? fi_close(&memory->mr->fid) : 0;
+    memory->mr = NULL;
+    return rc;
+}
+
+/* The endpoint goes first, and with it a message that is half here; but not before a key that is bound to it. */
+int pdd_free_memory(struct pdd_port *port, struct memory *memory)
+{
+    int rc = port->terms.binds_memory ? close_key(memory) : 0;
+    pdd_endpoint_close(&memory->endpoint);
+    leave_place(&memory->place);
+    return rc ? rc : close_key(memory);
 }
 
 int pdd_do_register(struct pdd_port *port, struct call *call)
@@ -95,30 +121,32 @@ int pdd_do_register(struct pdd_port *port, struct call *call)
     size_t address_bytes = 0;
     if (!memory)
         return -ENOSPC;
-    memory->address = call->address;
-    memory->length_bytes = call->length_bytes;
+    memory->region = (struct pdd_region){
+        .address = call->address,
+        .length_bytes = call->length_bytes,
+        .iface = FI_HMEM_SYSTEM,
+        .dmabuf_fd = -1,
+    };
     int rc = register_with_key(port, memory);
     if (!rc)
         rc = pdd_endpoint_open(port, &memory->endpoint);
     if (!rc)
+        rc = bind_memory(port, memory);
+    if (!rc)
         rc = pdd_endpoint_name(&memory->endpoint, out->address, &address_bytes);
     if (rc) {
-        pdd_endpoint_close(&memory->endpoint);
-        if (memory->mr)
-            fi_close(&memory->mr->fid);
-        memory->mr = NULL;
-        leave_place(&memory->place);
+        pdd_free_memory(port, memory);
         return rc;
     }
     memory->descriptor = fi_mr_desc(memory->mr);
     out->memory = memory->place.handle;
     out->address_bytes = (uint32_t)address_bytes;
     out->key = fi_mr_key(memory->mr);
-    out->base = port->fabric_info->domain_attr->mr_mode & FI_MR_VIRT_ADDR ? memory->address : 0;
+    out->base = port->terms.virtual_addresses ? memory->region.address : 0;
     return 0;
 }
 
-/* The endpoint goes first: with it goes a message that is half here. Writes that read from this memory end. */
+/* Writes that read from this memory end. */
 int pdd_do_release(struct pdd_port *port, struct call *call)
 {
     struct memory *memory = pdd_find_memory(port, call->handle);
@@ -128,13 +156,7 @@ int pdd_do_release(struct pdd_port *port, struct call *call)
         if (port->live[slot] && port->live[slot]->spec.memory == call->handle)
             pdd_cancel_write(port, port->live[slot]);
     memory->place.handle = 0;
-    if (!must_linger(port)) {
-        pdd_endpoint_close(&memory->endpoint);
-        leave_place(&memory->place);
-    }
-    int rc = fi_close(&memory->mr->fid);
-    memory->mr = NULL;
-    return rc;
+    return must_linger(port) ? close_key(memory) : pdd_free_memory(port, memory);
 }
 
 /* ---- peers ---- */

@@ -1,5 +1,4 @@
 /* The objects that live as long as the port. */
-#include "pdd_choose.h"
 #include "pdd_port.h"
 
 #include <signal.h>
@@ -26,8 +25,6 @@ static void restore_handlers(const struct sigaction *saved)
 }
 
 /* ---- endpoints ---- */
-/* In 1.17 the fd of a CQ of `net` stays readable after its first completion: its fi_trywait forgets to reset it. The fd
- * of a wait set is reset by fi_wait. Fixed in later releases, where the provider is called tcp. */
 static int open_cq_in_wait_set(struct pdd_port *port, struct endpoint *endpoint)
 {
     struct fi_wait_attr wait = {.wait_obj = FI_WAIT_FD};
@@ -42,13 +39,23 @@ static int open_cq_in_wait_set(struct pdd_port *port, struct endpoint *endpoint)
 static int open_cq(struct pdd_port *port, struct endpoint *endpoint)
 {
     struct fi_cq_attr attr = {.size = CQ_SIZE, .format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_FD};
-    if (!strcmp(port->fabric_info->fabric_attr->prov_name, "net"))
+    if (port->terms.wait_object == FI_WAIT_SET)
         return open_cq_in_wait_set(port, endpoint);
     if (fi_cq_open(port->domain, &attr, &endpoint->cq, NULL)) {
         attr.wait_obj = FI_WAIT_NONE;
         return fi_cq_open(port->domain, &attr, &endpoint->cq, NULL);
     }
     return fi_control(&endpoint->cq->fid, FI_GETWAIT, &endpoint->fd);
+}
+
+/* Without this EFA may copy device memory through the host, with calls of CUDA on this thread. Other providers have no
+ * such option and make no such copies. */
+static int set_options(const struct pdd_terms *terms, struct fid_ep *ep)
+{
+    int required = FI_HMEM_P2P_REQUIRED;
+    if (!terms->requires_p2p)
+        return 0;
+    return fi_setopt(&ep->fid, FI_OPT_ENDPOINT, FI_OPT_FI_HMEM_P2P, &required, sizeof required);
 }
 
 int pdd_endpoint_open(struct pdd_port *port, struct endpoint *endpoint)
@@ -58,6 +65,8 @@ int pdd_endpoint_open(struct pdd_port *port, struct endpoint *endpoint)
     int rc = open_cq(port, endpoint);
     if (!rc)
         rc = fi_endpoint(port->domain, port->fabric_info, &endpoint->ep, NULL);
+    if (!rc)
+        rc = set_options(&port->terms, endpoint->ep);
     if (!rc)
         rc = fi_av_open(port->domain, &av, &endpoint->av, NULL);
     if (!rc)
@@ -109,11 +118,8 @@ static void close_fabric(struct pdd_port *port)
     for (uint32_t i = 0; i < port->num_peers; i++)
         pdd_free_peer(port, &port->peers[i]);
     for (uint32_t i = 0; i < port->num_memories; i++)
-        pdd_endpoint_close(&port->memories[i].endpoint);
+        pdd_free_memory(port, &port->memories[i]);
     pdd_endpoint_close(&port->endpoint);
-    for (uint32_t i = 0; i < port->num_memories; i++)
-        if (port->memories[i].mr)
-            fi_close(&port->memories[i].mr->fid);
     if (port->domain)
         fi_close(&port->domain->fid);
     if (port->fabric)
@@ -121,15 +127,12 @@ static void close_fabric(struct pdd_port *port)
 }
 
 /* ---- port ---- */
-static uint32_t least(uint64_t a, uint64_t b) { return (uint32_t)(a < b ? a : b); }
-
 static void set_limits(struct pdd_port *port, const struct pdd_options *options)
 {
-    const struct fi_info *info = port->fabric_info;
-    uint32_t iov = least(info->tx_attr->iov_limit, info->tx_attr->rma_iov_limit);
-    port->max_iov = least(iov ? iov : 1, MAX_IOV);
-    port->max_in_flight = least(info->tx_attr->size ? info->tx_attr->size : 1, MAX_IN_FLIGHT);
-    port->max_message_bytes = info->ep_attr->max_msg_size;
+    port->terms = pdd_terms(port->fabric_info);
+    port->max_iov = port->terms.max_iov;
+    port->max_in_flight = port->terms.max_in_flight;
+    port->max_message_bytes = port->terms.max_message_bytes;
     port->spin_ns = options->spin_us * 1000ull;
 }
 
@@ -178,16 +181,17 @@ static int fail(char *message, uint32_t message_bytes, int rc, const char *forma
 
 static int open_port(struct pdd_port *port, const struct pdd_options *options, char *message, uint32_t message_bytes)
 {
-    char offers[512];
+    char offers[512], why[512];
     int rc = allocate(port, options->max_writes ? options->max_writes : 4096);
     if (rc)
         return fail(message, message_bytes, rc, "no memory or no file descriptor for a port: %s", strerror(-rc));
-    port->fabric_info = pdd_choose_provider(options);
+    port->fabric_info = pdd_choose(options->providers, options->host, 0, fi_getinfo, why, sizeof why);
     if (!port->fabric_info) {
-        pdd_list_offers(offers, sizeof offers);
+        pdd_list_offers(fi_getinfo, offers, sizeof offers);
         return fail(message, message_bytes, -ENODATA,
-                    "libfabric %s has none of the providers [%s] with one-sided writes on host %s; it offers: %s",
-                    fi_tostr("", FI_TYPE_VERSION), options->providers, options->host, offers);
+                    "libfabric %s has none of the providers [%s] with one-sided writes on host %s%s%s%s; it offers: %s",
+                    fi_tostr("", FI_TYPE_VERSION), options->providers, options->host, why[0] ? " (" : "", why,
+                    why[0] ? ")" : "", offers);
     }
     set_limits(port, options);
     rc = open_fabric(port);

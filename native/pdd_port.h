@@ -16,7 +16,9 @@
 #define _GNU_SOURCE
 #endif
 
+#include "pdd_choose.h"
 #include "pdd_fabric.h"
+#include "pdd_region.h"
 #include "pdd_ring.h"
 
 #include <errno.h>
@@ -31,7 +33,7 @@
 #include <semaphore.h>
 #include <time.h>
 
-/* Wait sets: only `net` of 1.17 needs one (see pdd_open.c); 2.0 calls them deprecated. */
+/* Wait sets: only `net` of 1.17 needs one (see pdd_choose.c); 2.0 calls them deprecated. */
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 
 enum {
@@ -137,7 +139,7 @@ struct memory {
     struct endpoint endpoint;
     struct fid_mr *mr;
     void *descriptor;
-    uint64_t address, length_bytes;
+    struct pdd_region region;
 };
 
 struct watch {
@@ -183,6 +185,7 @@ struct count {
 struct pdd_port {
     /* fixed after open */
     struct fi_info *fabric_info;
+    struct pdd_terms terms;
     struct fid_fabric *fabric;
     struct fid_domain *domain;
     struct endpoint endpoint; /* of the port's own address */
@@ -271,6 +274,7 @@ int pdd_do_drop_peer(struct pdd_port *port, struct call *call);
 int pdd_do_watch(struct pdd_port *port, struct call *call);
 int pdd_do_unwatch(struct pdd_port *port, struct call *call);
 void pdd_free_peer(struct pdd_port *port, struct peer *peer);
+int pdd_free_memory(struct pdd_port *port, struct memory *memory);
 
 /* pdd_write.c, on the progress thread */
 void pdd_take_write(struct pdd_port *port, struct write *write);
