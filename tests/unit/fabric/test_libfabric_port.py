@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,11 +16,11 @@ from fabric_bench import NUM_LAYERS, NUM_PAGES, Bench, make_bench
 
 from pdd.base.errors import FabricError, FabricUnavailable
 from pdd.fabric.immediate import pack
-from pdd.fabric.libfabric import LibfabricPort, measure, sweep_dead_endpoints
+from pdd.fabric.libfabric import PROVIDERS, LibfabricPort, measure, sweep_dead_endpoints
 from pdd.topology.model import Provider
 
 
-@pytest.mark.parametrize("provider", list(Provider))
+@pytest.mark.parametrize("provider", [Provider.TCP, Provider.SHM])
 def test_signal_handlers_stay_the_processes_own(provider: Provider) -> None:
     """libfabric installs its own at the first opening in a process: hence a process of its own."""
     program = """
@@ -56,6 +57,15 @@ def test_the_progress_thread_takes_no_signals() -> None:
 def test_an_unknown_provider_is_refused_with_what_there_is() -> None:
     with pytest.raises(FabricUnavailable, match=r"none of the providers \[efa9\].*it offers: .*(net|tcp)"):
         LibfabricPort("efa9", "127.0.0.1", 0)
+
+
+@pytest.mark.parametrize("provider", [Provider.EFA, Provider.VERBS])
+def test_an_rdma_provider_without_a_nic_is_refused_with_what_there_is(provider: Provider) -> None:
+    name = re.escape(PROVIDERS[provider])
+    with pytest.raises(
+        FabricUnavailable, match=rf"none of the providers \[{name}\].*it offers: .*Check `fabric.provider`"
+    ):
+        LibfabricPort.open(provider, "127.0.0.1", 0)
 
 
 def test_a_provider_is_never_replaced_by_a_similar_one() -> None:
