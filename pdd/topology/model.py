@@ -100,7 +100,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     provider: Provider = Provider.TCP
-    """What carries the KV pages: tcp works everywhere, shm inside one machine; efa (AWS) and verbs (ConnectX and others)
+    """What carries the KV pages: tcp works everywhere, shm inside one machine; efa (AWS) and verbs (ConnectX, others)
     are RDMA NICs, on which pdd has not run yet."""
     spin_us: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     """How long the progress thread polls before it blocks; 0 costs nothing when idle."""
