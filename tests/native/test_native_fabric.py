@@ -22,7 +22,8 @@ BUILDS = {
 
 @pytest.mark.parametrize(
     ("program", "build"),
-    [("test_fabric", build) for build in BUILDS] + [("test_choose", "gcc"), ("test_choose", "clang-asan-ubsan")],
+    [("test_fabric", build) for build in BUILDS]
+    + [(program, build) for program in ("test_choose", "test_terms") for build in ("gcc", "clang-asan-ubsan")],
 )
 def test_the_c_library(program: str, build: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, flags = BUILDS[build]
