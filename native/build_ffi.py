@@ -12,6 +12,7 @@ HERE = Path(__file__).parent if "__file__" in globals() else Path("native")
 SOURCES = [
     "pdd_fabric.c",
     "pdd_choose.c",
+    "pdd_region.c",
     "pdd_open.c",
     "pdd_nic.c",
     "pdd_address.c",

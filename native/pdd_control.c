@@ -65,19 +65,28 @@ struct watch *pdd_find_watch(struct pdd_port *port, uint32_t handle)
 /* Keys that we may choose are random: who was not given one does not guess it. */
 static int register_with_key(struct nic *nic, struct memory *memory, struct fid_mr **mr)
 {
-    const struct fi_domain_attr *domain = nic->info->domain_attr;
-    bool chooses = !(domain->mr_mode & FI_MR_PROV_KEY);
+    struct pdd_registration registration;
     int rc;
     do {
         uint64_t key = 0;
-        if (chooses && getrandom(&key, sizeof key, 0) != sizeof key)
+        if (nic->terms.chooses_keys && getrandom(&key, sizeof key, 0) != sizeof key)
             return -EIO;
-        if (domain->mr_key_size < sizeof key)
-            key &= (1ull << 8 * domain->mr_key_size) - 1;
-        rc = fi_mr_reg(nic->domain, (void *)memory->address, memory->length_bytes, FI_WRITE | FI_REMOTE_WRITE, 0, key,
-                       0, mr, NULL);
-    } while (chooses && rc == -FI_ENOKEY);
+        if (nic->terms.key_bytes < sizeof key)
+            key &= (1ull << 8 * nic->terms.key_bytes) - 1;
+        rc = pdd_describe_region(&memory->region, &nic->terms, key, &registration);
+        if (!rc)
+            rc = fi_mr_regattr(nic->domain, &registration.attr, registration.flags, mr);
+    } while (nic->terms.chooses_keys && rc == -FI_ENOKEY);
     return rc;
+}
+
+/* Only writes to this endpoint shall find the key. */
+static int bind_memory(const struct nic *nic, struct fid_mr *mr, struct endpoint *endpoint)
+{
+    if (!nic->terms.binds_memory)
+        return 0;
+    int rc = fi_mr_bind(mr, &endpoint->ep->fid, 0);
+    return rc ? rc : fi_mr_enable(mr);
 }
 
 /* Its key, and the endpoint where its one peer writes. */
@@ -89,13 +98,15 @@ static int register_at(struct pdd_port *port, struct memory *memory, uint32_t nu
     if (!rc)
         rc = pdd_endpoint_open(port, nic, NULL, &memory->at[number].endpoint);
     if (!rc)
+        rc = bind_memory(nic, memory->at[number].mr, &memory->at[number].endpoint);
+    if (!rc)
         rc = pdd_endpoint_name(&memory->at[number].endpoint, out->bytes, &num_bytes);
     if (rc)
         return rc;
     memory->at[number].descriptor = fi_mr_desc(memory->at[number].mr);
     out->num_bytes = (uint32_t)num_bytes;
     out->key = fi_mr_key(memory->at[number].mr);
-    out->base = nic->info->domain_attr->mr_mode & FI_MR_VIRT_ADDR ? memory->address : 0;
+    out->base = nic->terms.virtual_addresses ? memory->region.address : 0;
     return 0;
 }
 
@@ -106,7 +117,7 @@ static int register_everywhere(struct pdd_port *port, struct memory *memory, str
         return -ENOMEM;
     if (getrandom(memory->token, sizeof memory->token, 0) != sizeof memory->token)
         return -EIO;
-    out->length_bytes = memory->length_bytes;
+    out->length_bytes = memory->region.length_bytes;
     out->num_nics = port->num_nics;
     if (port->copying) {
         out->copies = 1;
@@ -120,32 +131,34 @@ static int register_everywhere(struct pdd_port *port, struct memory *memory, str
     return rc;
 }
 
-static int close_keys(struct memory *memory, uint32_t num_nics)
+static int close_key(struct memory *memory, uint32_t number)
 {
-    int rc = 0;
-    for (uint32_t i = 0; memory->at && i < num_nics; i++) {
-        int closed = memory->at[i].mr ? fi_close(&memory->at[i].mr->fid) : 0;
-        memory->at[i].mr = NULL;
-        rc = closed ? closed : rc;
-    }
+    int rc = memory->at[number].mr ? fi_close(&memory->at[number].mr->fid) : 0;
+    memory->at[number].mr = NULL;
     return rc;
 }
 
-static void close_endpoints(struct memory *memory, uint32_t num_nics)
+/* The endpoint goes first, and with it a message that is half here; but not before a key that is bound to it. */
+static int close_at(struct pdd_port *port, struct memory *memory, uint32_t number)
 {
-    for (uint32_t i = 0; memory->at && i < num_nics; i++)
-        pdd_endpoint_close(&memory->at[i].endpoint);
+    int rc = port->nics[number].terms.binds_memory ? close_key(memory, number) : 0;
+    pdd_endpoint_close(&memory->at[number].endpoint);
+    return rc ? rc : close_key(memory, number);
 }
 
-void pdd_free_memory(struct memory *memory, uint32_t num_nics)
+int pdd_free_memory(struct pdd_port *port, struct memory *memory)
 {
-    close_endpoints(memory, num_nics);
-    close_keys(memory, num_nics);
+    int rc = 0;
+    for (uint32_t i = 0; memory->at && i < port->num_nics; i++) {
+        int closed = close_at(port, memory, i);
+        rc = rc ? rc : closed;
+    }
     free(memory->at);
     memory->at = NULL;
     if (memory->place.taken && memory->fd >= 0)
         close(memory->fd);
     leave_place(&memory->place);
+    return rc;
 }
 
 int pdd_do_register(struct pdd_port *port, struct call *call)
@@ -154,14 +167,18 @@ int pdd_do_register(struct pdd_port *port, struct call *call)
     struct target_address address = {0};
     if (!memory)
         return -ENOSPC;
-    memory->address = call->address;
-    memory->length_bytes = call->length_bytes;
+    memory->region = (struct pdd_region){
+        .address = call->address,
+        .length_bytes = call->length_bytes,
+        .iface = FI_HMEM_SYSTEM,
+        .dmabuf_fd = -1,
+    };
     memory->fd = call->fd < 0 ? -1 : fcntl(call->fd, F_DUPFD_CLOEXEC, 0);
     int rc = call->fd >= 0 && memory->fd < 0 ? -errno : register_everywhere(port, memory, &address);
     if (!rc)
         rc = pdd_write_address(&address, call->memory->address, sizeof call->memory->address);
     if (rc < 0) {
-        pdd_free_memory(memory, port->num_nics);
+        pdd_free_memory(port, memory);
         return rc;
     }
     call->memory->address_bytes = (uint32_t)rc;
@@ -169,7 +186,19 @@ int pdd_do_register(struct pdd_port *port, struct call *call)
     return 0;
 }
 
-/* The endpoints go first: with them goes a message that is half here. Writes that read from this memory end. */
+/* shm's endpoints stay until the port closes: see must_linger in pdd_path.c. */
+static int close_keys_only(struct pdd_port *port, struct memory *memory)
+{
+    int rc = 0;
+    for (uint32_t i = 0; i < port->num_nics; i++) {
+        int closed = close_key(memory, i);
+        rc = rc ? rc : closed;
+        list_remove(&memory->at[i].endpoint.link);
+    }
+    return rc;
+}
+
+/* Writes that read from this memory end. */
 int pdd_do_release(struct pdd_port *port, struct call *call)
 {
     struct memory *memory = pdd_find_memory(port, call->handle);
@@ -181,15 +210,7 @@ int pdd_do_release(struct pdd_port *port, struct call *call)
     pdd_close_readers_of(port, memory);
     pdd_forget_source(port, call->handle);
     memory->place.handle = 0;
-    if (!port->wakes) { /* its endpoints stay until the port closes: see must_linger in pdd_path.c */
-        for (uint32_t i = 0; i < port->num_nics; i++)
-            list_remove(&memory->at[i].endpoint.link);
-        return close_keys(memory, port->num_nics);
-    }
-    close_endpoints(memory, port->num_nics);
-    int rc = close_keys(memory, port->num_nics);
-    pdd_free_memory(memory, port->num_nics);
-    return rc;
+    return port->nics[0].terms.lingers ? close_keys_only(port, memory) : pdd_free_memory(port, memory);
 }
 
 /* ---- peers ---- */

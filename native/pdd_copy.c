@@ -133,7 +133,7 @@ static int send_source(struct copier *copier, const struct memory *memory)
     struct copy_message message = {
         .kind = COPY_SOURCE,
         .source = memory->place.handle,
-        .length_bytes = memory->length_bytes,
+        .length_bytes = memory->region.length_bytes,
     };
     if (memory->fd < 0 || copier->num_sources == COPY_SOURCES)
         return -EOPNOTSUPP;
@@ -159,7 +159,7 @@ int pdd_post_copy(struct pdd_port *port, struct copier *copier, struct write *wr
     struct copy_job job = {
         .source = write->spec.memory,
         .immediate = write->spec.immediate | (batch.weight - 1),
-        .source_offset_bytes = (uint64_t)batch.local[0].iov_base - memory->address,
+        .source_offset_bytes = (uint64_t)batch.local[0].iov_base - memory->region.address,
         .target_offset_bytes = batch.remote[0].addr,
         .length_bytes = batch.bytes,
     };

@@ -122,7 +122,8 @@ static int check_write(struct pdd_port *port, const struct pdd_write *spec)
                       target_page, piece->target_offset_bytes, piece->length_bytes, &target_end) ||
             !furthest(spec->source_base, spec->source_layer_bytes, spec->num_layers, spec->source_page_bytes,
                       source_page, piece->source_offset_bytes, piece->length_bytes, &source_end) ||
-            spec->source_base < memory->address || source_end > memory->address + memory->length_bytes ||
+            spec->source_base < memory->region.address ||
+            source_end > memory->region.address + memory->region.length_bytes ||
             target_end > peer->length_bytes)
             return -ERANGE;
     }

@@ -1,13 +1,10 @@
 /* NICs and endpoints: what libfabric opens for each address that a port listens on. */
 #include "pdd_port.h"
-#include "pdd_choose.h"
 
 #include <stdio.h>
 
 enum { CQ_SIZE = 8192 };
 
-/* In 1.17 the fd of a CQ of `net` stays readable after its first completion: its fi_trywait forgets to reset it. The fd
- * of a wait set is reset by fi_wait. Fixed in later releases, where the provider is called tcp. */
 static int open_cq_in_wait_set(struct endpoint *endpoint)
 {
     struct fi_wait_attr wait = {.wait_obj = FI_WAIT_FD};
@@ -22,13 +19,23 @@ static int open_cq_in_wait_set(struct endpoint *endpoint)
 static int open_cq(struct endpoint *endpoint)
 {
     struct fi_cq_attr attr = {.size = CQ_SIZE, .format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_FD};
-    if (!strcmp(endpoint->nic->info->fabric_attr->prov_name, "net"))
+    if (endpoint->nic->terms.wait_object == FI_WAIT_SET)
         return open_cq_in_wait_set(endpoint);
     if (fi_cq_open(endpoint->nic->domain, &attr, &endpoint->cq, NULL)) {
         attr.wait_obj = FI_WAIT_NONE;
         return fi_cq_open(endpoint->nic->domain, &attr, &endpoint->cq, NULL);
     }
     return fi_control(&endpoint->cq->fid, FI_GETWAIT, &endpoint->fd);
+}
+
+/* Without this EFA may copy device memory through the host, with calls of CUDA on this thread. Other providers have no
+ * such option and make no such copies. */
+static int set_options(const struct pdd_terms *terms, struct fid_ep *ep)
+{
+    int required = FI_HMEM_P2P_REQUIRED;
+    if (!terms->requires_p2p)
+        return 0;
+    return fi_setopt(&ep->fid, FI_OPT_ENDPOINT, FI_OPT_FI_HMEM_P2P, &required, sizeof required);
 }
 
 static int open_parts(struct endpoint *endpoint)
@@ -38,6 +45,8 @@ static int open_parts(struct endpoint *endpoint)
     int rc = open_cq(endpoint);
     if (!rc)
         rc = fi_endpoint(domain, endpoint->nic->info, &endpoint->ep, NULL);
+    if (!rc)
+        rc = set_options(&endpoint->nic->terms, endpoint->ep);
     if (!rc)
         rc = fi_av_open(domain, &av, &endpoint->av, NULL);
     if (!rc)
@@ -83,15 +92,13 @@ int pdd_endpoint_name(const struct endpoint *endpoint, uint8_t *address, size_t 
     return fi_getname(&endpoint->ep->fid, address, address_bytes);
 }
 
-/* -ENODATA: no provider has this host. */
-int pdd_nic_open(struct nic *nic, const struct pdd_options *options)
+/* -ENODATA: no provider is usable on this host, see pdd_choose. */
+int pdd_nic_open(struct nic *nic, const char *providers, char *why, size_t why_bytes)
 {
-    struct pdd_options one = *options;
-    one.hosts = nic->host;
-    nic->info = pdd_choose_provider(&one);
+    nic->info = pdd_choose(providers, nic->host, 0, fi_getinfo, why, why_bytes);
     if (!nic->info)
         return -ENODATA;
-    nic->max_in_flight = (uint32_t)least(nic->info->tx_attr->size ? nic->info->tx_attr->size : 1, MAX_IN_FLIGHT);
+    nic->terms = pdd_terms(nic->info);
     int rc = fi_fabric(nic->info->fabric_attr, &nic->fabric, NULL);
     return rc ? rc : fi_domain(nic->fabric, nic->info, &nic->domain, NULL);
 }

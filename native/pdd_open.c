@@ -1,6 +1,5 @@
 /* The objects that live as long as the port. */
 #include "pdd_copy.h"
-#include "pdd_choose.h"
 
 #include <sched.h>
 #include <signal.h>
@@ -44,7 +43,7 @@ static void close_fabric(struct pdd_port *port)
     for (uint32_t i = 0; i < port->num_peers; i++)
         pdd_free_peer(port, &port->peers[i]);
     for (uint32_t i = 0; i < port->num_memories; i++)
-        pdd_free_memory(&port->memories[i], port->num_nics);
+        pdd_free_memory(port, &port->memories[i]);
     pdd_copying_close(port);
     for (uint32_t i = 0; i < port->num_nics; i++)
         pdd_nic_close(&port->nics[i]);
@@ -58,10 +57,9 @@ static void set_limits(struct pdd_port *port)
     port->max_message_bytes = UINT64_MAX;
     port->wakes = true;
     for (uint32_t i = 0; i < port->num_nics; i++) {
-        const struct fi_info *info = port->nics[i].info;
-        uint64_t iov = least(info->tx_attr->iov_limit, info->tx_attr->rma_iov_limit);
-        port->max_iov = (uint32_t)least(port->max_iov, iov ? iov : 1);
-        port->max_message_bytes = least(port->max_message_bytes, info->ep_attr->max_msg_size);
+        const struct pdd_terms *terms = &port->nics[i].terms;
+        port->max_iov = (uint32_t)least(port->max_iov, terms->max_iov);
+        port->max_message_bytes = least(port->max_message_bytes, terms->max_message_bytes);
         port->wakes = port->wakes && port->nics[i].wakes;
     }
 }
@@ -124,13 +122,14 @@ static int fail(char *message, uint32_t message_bytes, int rc, const char *forma
 static int open_nic(struct pdd_port *port, const struct pdd_options *options, char *message, uint32_t message_bytes)
 {
     struct nic *nic = &port->nics[port->num_nics++];
-    char offers[512];
-    int rc = pdd_nic_open(nic, options);
+    char offers[512], why[512];
+    int rc = pdd_nic_open(nic, options->providers, why, sizeof why);
     if (rc == -ENODATA) {
-        pdd_list_offers(offers, sizeof offers);
+        pdd_list_offers(fi_getinfo, offers, sizeof offers);
         return fail(message, message_bytes, rc,
-                    "libfabric %s has none of the providers [%s] with one-sided writes on host %s; it offers: %s",
-                    fi_tostr("", FI_TYPE_VERSION), options->providers, nic->host, offers);
+                    "libfabric %s has none of the providers [%s] with one-sided writes on host %s%s%s%s; it offers: %s",
+                    fi_tostr("", FI_TYPE_VERSION), options->providers, nic->host, why[0] ? " (" : "", why,
+                    why[0] ? ")" : "", offers);
     }
     if (!rc)
         rc = try_nic(port, nic);

@@ -15,7 +15,7 @@ static const uint64_t CHECK_EVERY_NS = 250 * 1000000;
 
 int pdd_path_init(struct pdd_port *port, struct path *path)
 {
-    uint32_t number = path->nic->max_in_flight;
+    uint32_t number = path->nic->terms.max_in_flight;
     path->messages = calloc(number, sizeof *path->messages);
     path->free_messages = calloc(number, sizeof *path->free_messages);
     if (!path->messages || !path->free_messages)
@@ -30,7 +30,7 @@ int pdd_path_init(struct pdd_port *port, struct path *path)
     return rc;
 }
 
-static uint32_t num_in_flight(const struct path *path) { return path->nic->max_in_flight - path->num_free; }
+static uint32_t num_in_flight(const struct path *path) { return path->nic->terms.max_in_flight - path->num_free; }
 
 /* Something may happen on its endpoint. */
 bool pdd_path_busy(const struct path *path)
@@ -41,7 +41,10 @@ bool pdd_path_busy(const struct path *path)
 /* shm works only inside our own calls: an endpoint that is never called again places and sends nothing. And closing one
  * is not safe: a peer in the same process uses its queues without a mapping of its own. So what is out there keeps its
  * endpoint, and its messages, until the process ends. */
-static bool must_linger(const struct path *path) { return !path->nic->wakes && path->endpoint.ep && num_in_flight(path); }
+static bool must_linger(const struct path *path)
+{
+    return path->nic->terms.lingers && path->endpoint.ep && num_in_flight(path);
+}
 
 /* For good. The endpoint first: it knows the messages. Their writes are the caller's to end. */
 void pdd_path_close(struct pdd_port *port, struct path *path)
@@ -58,7 +61,7 @@ void pdd_path_close(struct pdd_port *port, struct path *path)
     free(path->free_messages);
     path->messages = NULL;
     path->free_messages = NULL;
-    path->num_free = path->nic->max_in_flight;
+    path->num_free = path->nic->terms.max_in_flight;
 }
 
 /* ---- choice ---- */
@@ -169,14 +172,14 @@ void pdd_message_done(struct pdd_port *port, struct message *message, int error)
 /* Closes it for a while; the writes that it had messages of end with the error. */
 void pdd_fail_path(struct pdd_port *port, struct path *path, int error)
 {
-    if (path->failing || !path->nic->wakes)
+    if (path->failing || path->nic->terms.lingers)
         return;
     path->failing = true;
     path->peer->error = error;
     while (pdd_read_cq(port, &path->endpoint)) /* what did complete has not failed */
         ;
     pdd_endpoint_close(&path->endpoint);
-    for (uint32_t i = 0; i < path->nic->max_in_flight; i++)
+    for (uint32_t i = 0; i < path->nic->terms.max_in_flight; i++)
         if (path->messages[i].write)
             pdd_message_done(port, &path->messages[i], error);
     path->stalled_since_ns = path->retry_ns = 0;

@@ -16,7 +16,9 @@
 #define _GNU_SOURCE
 #endif
 
+#include "pdd_choose.h"
 #include "pdd_fabric.h"
+#include "pdd_region.h"
 #include "pdd_ring.h"
 
 #include <errno.h>
@@ -32,7 +34,7 @@
 #include <sys/uio.h>
 #include <time.h>
 
-/* Wait sets: only `net` of 1.17 needs one (see pdd_open.c); 2.0 calls them deprecated. */
+/* Wait sets: only `net` of 1.17 needs one (see pdd_choose.c); 2.0 calls them deprecated. */
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 
 enum {
@@ -55,6 +57,8 @@ enum {
     MIN_FDS = 2 + MAX_WATCHES + 64,
     POSTS_PER_TURN = 16,        /* messages for one peer before the next peer's turn */
 };
+
+static inline uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 /* ---- intrusive list: a write is on at most one ---- */
 struct link {
@@ -84,8 +88,8 @@ struct nic {
     struct fi_info *info;
     struct fid_fabric *fabric;
     struct fid_domain *domain;
-    bool wakes; /* its CQs have an fd. Without one nobody is woken by a completion, and closing has rules: must_linger */
-    uint32_t max_in_flight;
+    struct pdd_terms terms;
+    bool wakes; /* its CQs have an fd */
     size_t address_bytes; /* of its endpoints */
     _Atomic uint64_t num_bytes, num_arrived, num_failed_paths;
 };
@@ -185,7 +189,7 @@ struct peer {
 
 struct memory {
     struct place place;
-    uint64_t address, length_bytes;
+    struct pdd_region region;
     int fd; /* -1: none */
     uint8_t token[16]; /* whoever knows it may ask for copies into this memory */
     struct {
@@ -311,8 +315,6 @@ static inline int error_number(int error)
     return error > 0 && error < FI_ERRNO_OFFSET ? error : EIO;
 }
 
-static inline uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
-
 /* ---- trying again ---- */
 static inline void retry_later(struct retry *retry, uint64_t now_ns)
 {
@@ -322,7 +324,7 @@ static inline void retry_later(struct retry *retry, uint64_t now_ns)
 }
 
 /* pdd_nic.c */
-int pdd_nic_open(struct nic *nic, const struct pdd_options *options);
+int pdd_nic_open(struct nic *nic, const char *providers, char *why, size_t why_bytes);
 void pdd_nic_close(struct nic *nic);
 int pdd_endpoint_open(struct pdd_port *port, struct nic *nic, struct path *path, struct endpoint *endpoint);
 void pdd_endpoint_close(struct endpoint *endpoint);
@@ -341,7 +343,7 @@ int pdd_do_get_peer(struct pdd_port *port, struct call *call);
 int pdd_do_watch(struct pdd_port *port, struct call *call);
 int pdd_do_unwatch(struct pdd_port *port, struct call *call);
 void pdd_free_peer(struct pdd_port *port, struct peer *peer);
-void pdd_free_memory(struct memory *memory, uint32_t num_nics);
+int pdd_free_memory(struct pdd_port *port, struct memory *memory);
 
 /* pdd_path.c, on the progress thread */
 int pdd_path_init(struct pdd_port *port, struct path *path);

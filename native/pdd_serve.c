@@ -160,14 +160,14 @@ static const uint8_t *find_source(struct pdd_port *port, struct reader *reader, 
 /* False: it asks for what it may not, or its sources change already. */
 static bool serve_job(struct pdd_port *port, struct reader *reader, const struct copy_job *job)
 {
-    const struct memory *memory = reader->memory;
-    if (!job->length_bytes || job->length_bytes > memory->length_bytes ||
-        job->target_offset_bytes > memory->length_bytes - job->length_bytes)
+    const struct pdd_region *target = &reader->memory->region;
+    if (!job->length_bytes || job->length_bytes > target->length_bytes ||
+        job->target_offset_bytes > target->length_bytes - job->length_bytes)
         return false;
     const uint8_t *from = find_source(port, reader, job);
     if (!from)
         return false;
-    pdd_copy_bytes((uint8_t *)memory->address + job->target_offset_bytes, from, job->length_bytes);
+    pdd_copy_bytes((uint8_t *)target->address + job->target_offset_bytes, from, job->length_bytes);
     /* The writer says `stopped` before it changes a source. Not said after the last byte was read: it was right. */
     atomic_thread_fence(memory_order_acquire);
     if (atomic_load_explicit(&reader->ring->stopped, memory_order_relaxed))

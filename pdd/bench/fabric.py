@@ -269,7 +269,7 @@ def _table(result: ProviderResult) -> Iterator[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--provider", nargs="+", default=["net,tcp", "shm", COPY], metavar="NAME",
-                        help="libfabric's names; joined by commas: the first that there is; copy: within one machine")  # fmt: skip
+                        help="libfabric's names; joined by commas: the first that there is; or copy")  # fmt: skip
     parser.add_argument("--page-kib", nargs="+", type=int, default=[4, 16, 32, 64, 256, 1024], metavar="KIB")
     parser.add_argument("--latency-kib", nargs="+", type=int, default=[4, 64], metavar="KIB")
     parser.add_argument("--arena-mib", type=int, default=256, metavar="MIB", help="bytes of one round")

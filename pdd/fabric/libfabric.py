@@ -41,7 +41,12 @@ from pdd.fabric.port import (
 )
 from pdd.topology.model import Provider
 
-PROVIDERS = {Provider.TCP: "net,tcp", Provider.SHM: "shm"}
+PROVIDERS = {
+    Provider.TCP: "net,tcp",
+    Provider.SHM: "shm",
+    Provider.EFA: "efa",
+    Provider.VERBS: "verbs;ofi_rxm",
+}
 """libfabric's names in order of choice. 1.17 calls its own TCP endpoint `net`; newer libraries call it `tcp`. A third,
 `tcp;ofi_rxm`, is left out: in 1.17 and in 2.5 it crashes now and then when an endpoint is closed under load, and no
 library from 1.17 on lacks both of the others."""

@@ -130,7 +130,7 @@ class LoopbackPort:
     def register(self, address: int, length_bytes: int, fd: int = -1) -> RegisteredMemory:
         self._demand(address > 0 and length_bytes > 0, errno.EINVAL, f"register {length_bytes} bytes at {address}")
         memory = Memory(next(self._handles))
-        own_address = PREFIX + b"%d:%d:%x" % (self.name, memory, self.random.getrandbits(64))
+        own_address = PREFIX + b"%d:%d:%x:%d" % (self.name, memory, self.random.getrandbits(64), length_bytes)
         self._memories[memory] = Registration(address, length_bytes, own_address)
         return RegisteredMemory(memory, own_address)
 
@@ -289,6 +289,11 @@ class LoopbackPort:
         end = max(last + piece.source_offset_bytes + piece.length_bytes for piece in write.pieces)
         source = self._memories[write.memory]
         self._demand(source.covers(write.source_base, end - write.source_base), errno.ERANGE, f"write {write.token}")
+        last = write.target_base + (write.num_layers - 1) * write.target_layer_bytes
+        last += max(write.target_pages) * write.target_page_bytes
+        end = max(last + piece.target_offset_bytes + piece.length_bytes for piece in write.pieces)
+        length_bytes = int(self._peers[write.peer].rsplit(b":", 1)[1])
+        self._demand(end <= length_bytes, errno.ERANGE, f"write {write.token}")
 
     def _may_post(self, write: ActiveWrite) -> bool:
         watch = write.spec.watch

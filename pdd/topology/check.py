@@ -237,6 +237,9 @@ def _nics(topology: Topology) -> Iterator[Problem]:
         if topology.fabric.provider is Provider.SHM:
             text = "provider shm uses no NIC: leave `nics` out, or use tcp"
             yield Problem(at=at, text=text, relies_on=(("fabric", "provider"),))
+        if topology.fabric.provider is Provider.EFA:
+            text = "EFA devices have no IP address to be found by, and the first is used: leave `nics` out"
+            yield Problem(at=at, text=text, relies_on=(("fabric", "provider"),))
 
 
 def _number(number: int, one: str, several: str) -> str:
@@ -257,6 +260,21 @@ def _hosts(topology: Topology) -> Iterator[Problem]:
     if topology.fabric.provider is Provider.SHM and len(machines) > 1:
         text = "shm reaches only one machine, and the nodes are on several: use tcp"
         yield Problem(at=("fabric", "provider"), text=text, relies_on=hosts)
+    if topology.fabric.provider is Provider.VERBS:
+        yield from _no_rdma_address(topology)
+
+
+def _no_rdma_address(topology: Topology) -> Iterator[Problem]:
+    """Nodes where a replica would open a verbs port on the loopback interface."""
+    text = "verbs needs the address of an RDMA NIC, and loopback has none: write it here, or list the `nics`"
+    for name, node in topology.nodes.items():
+        nics: list[KeyPath] = [
+            ("nodes", name, "replicas", index, "nics")
+            for index, replica in enumerate(node.replicas)
+            if replica.nics == "auto"
+        ]
+        if nics and _machine(node) == "loopback":
+            yield Problem(at=("nodes", name, "host"), text=text, relies_on=(("fabric", "provider"), *nics))
 
 
 def _chunks(topology: Topology) -> Iterator[Problem]:

@@ -46,6 +46,8 @@ class Role(StrEnum):
 class Provider(StrEnum):
     TCP = "tcp"
     SHM = "shm"
+    EFA = "efa"
+    VERBS = "verbs"
 
 
 class SameHost(StrEnum):
@@ -103,7 +105,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     provider: Provider = Provider.TCP
-    """What carries the KV pages: tcp works everywhere, shm inside one machine."""
+    """What carries the KV pages: tcp works everywhere, shm inside one machine; efa (AWS) and verbs (ConnectX, others)
+    are RDMA NICs, on which pdd has not run yet."""
     same_host: SameHost = SameHost.COPY
     """Between replicas of one machine and user. copy: the decoder's fabric thread copies the pages from the prefiller's
     memory, which it has mapped; no NIC is used. fabric: they go through the provider, as between machines."""

@@ -37,7 +37,7 @@ class Ghost:
         topology = load(cluster.file)
         self._info: dict[NodeName, Announce] = {}
         self.arena = mmap.mmap(-1, ARENA_BYTES)
-        self.port = LibfabricPort.open(Provider.TCP, "127.0.0.1", 0)
+        self.port = LibfabricPort.open(Provider.TCP, ("127.0.0.1",), spin_us=0, copies=False)
         self.target = self.port.register(ctypes.addressof(ctypes.c_char.from_buffer(self.arena)), ARENA_BYTES)
         me = NodeName("ghost0")
         names = list(topology.nodes)
@@ -81,9 +81,7 @@ class Ghost:
 
     def grant(self) -> None:
         """The key to the arena, as a decoder gives it."""
-        own = self.target
-        grant = Grant(replica=REPLICA, rank=0, nic=0, address=own.address, key=own.key, base=own.base)
-        self.links.send(NodeName("prefill0"), grant)
+        self.links.send(NodeName("prefill0"), Grant(replica=REPLICA, rank=0, address=self.target.address))
 
     def ticket(self, **changes: Any) -> PrefillRequest:
         """A good one: 40 tokens, three pages."""
@@ -91,7 +89,7 @@ class Ghost:
         ticket = PrefillRequest(
             request=RequestId("ghost-1"), source_replica=ReplicaName("prefill0/0"), target_replica=REPLICA,
             target_incarnation=self.incarnation, shape_digest=info.shape.digest(), seed=0, prompt=tuple(range(40)),
-            start_token=0, target_pages=tuple(map(PageId, (0, 1, 2))), num_nics=1, immediates=(Immediate(0),),
+            start_token=0, target_pages=tuple(map(PageId, (0, 1, 2))), immediates=(Immediate(0),),
             lease_s=5.0,
         )  # fmt: skip
         return msgspec.structs.replace(ticket, **changes)

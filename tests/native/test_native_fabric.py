@@ -1,4 +1,4 @@
-"""Runs test_fabric.c plain and under the sanitizers: the whole C library, libfabric aside."""
+"""Runs the tests in C plain and under the sanitizers: the whole C library, libfabric aside."""
 
 from __future__ import annotations
 
@@ -22,24 +22,28 @@ BUILDS = {
 }
 
 
-@pytest.mark.parametrize("build", BUILDS)
-def test_the_c_library(build: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("program", "build"),
+    [("test_fabric", build) for build in BUILDS]
+    + [(program, build) for program in ("test_choose", "test_terms") for build in ("gcc", "clang-asan-ubsan")],
+)
+def test_the_c_library(program: str, build: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, flags = BUILDS[build]
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed")
     monkeypatch.chdir(ROOT)
     recipe = runpy.run_path("native/build_ffi.py")
-    sources = ["tests/native/test_fabric.c", *(f"native/{name}" for name in recipe["SOURCES"])]
+    sources = [f"tests/native/{program}.c", *(f"native/{name}" for name in recipe["SOURCES"])]
     links = ["-pthread", *recipe["pkg_config"]("--cflags"), *recipe["pkg_config"]("--libs")]
-    program = tmp_path / "test_fabric"
-    command = [compiler, *recipe["FLAGS"], "-Werror", "-g", *flags, "-Inative", *sources, *links, "-o", str(program)]
+    binary = tmp_path / program
+    command = [compiler, *recipe["FLAGS"], "-Werror", "-g", *flags, "-Inative", *sources, *links, "-o", str(binary)]
     subprocess.run(command, check=True)
     environment = dict(os.environ)
     for tool, text in {"LSAN": LEAKS_OF_LIBFABRIC, "TSAN": RACES_THROUGH_ALIASES}.items():
         suppressions = tmp_path / tool
         suppressions.write_text(text)
         environment[f"{tool}_OPTIONS"] = f"suppressions={suppressions}:print_suppressions=0"
-    done = subprocess.run([program], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([binary], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 

@@ -14,7 +14,7 @@ from pdd.base.ids import Immediate, Incarnation, PageId, ReplicaName, RequestId
 from pdd.memory.layout import KvLayout
 from pdd.memory.shape import KvShape, heads_of
 from pdd.transfer.outbound import Chunk, Outbound
-from pdd.transfer.plan import Stripes, completed_blocks, expected_bytes, expected_pieces, lacking_blocks
+from pdd.transfer.plan import completed_blocks, expected_bytes, expected_pieces, lacking_blocks
 from pdd.wire.messages import PrefillRequest
 
 Bytes = npt.NDArray[np.uint8]
@@ -28,8 +28,6 @@ class Case:
     start_token: int
     cuts: list[int]
     seed: int
-    source_nics: int
-    target_nics: int
 
 
 @st.composite
@@ -55,10 +53,7 @@ def cases(draw: st.DrawFn) -> Case:
     source, target = shapes
     start_page = draw(st.integers(0, (num_tokens - 1) // target.layout.page_tokens))
     cuts = sorted({0, num_tokens, *draw(st.lists(st.integers(1, num_tokens), max_size=6))})
-    return Case(
-        source, target, num_tokens, start_page * target.layout.page_tokens, cuts, draw(st.integers(0, 1 << 62)),
-        source_nics=draw(st.integers(1, 3)), target_nics=draw(st.integers(1, 3)),
-    )  # fmt: skip
+    return Case(source, target, num_tokens, start_page * target.layout.page_tokens, cuts, draw(st.integers(0, 1 << 62)))
 
 
 def arena(layout: KvLayout, rng: np.random.Generator) -> Bytes:
@@ -81,8 +76,7 @@ def ticket_of(case: Case, target_pages: list[PageId]) -> PrefillRequest:
         request=RequestId("r"), source_replica=ReplicaName("p/0"), target_replica=ReplicaName("d/0"),
         target_incarnation=Incarnation("d" * 16), shape_digest=case.target.digest(), seed=case.seed,
         prompt=(0,) * (case.num_tokens + 1), start_token=case.start_token, target_pages=tuple(target_pages),
-        num_nics=case.target_nics, immediates=tuple(map(Immediate, range(case.target.tp * case.target_nics))),
-        lease_s=1.0,
+        immediates=tuple(map(Immediate, range(case.target.tp))), lease_s=1.0,
     )  # fmt: skip
 
 
@@ -109,27 +103,26 @@ def test_moved_bytes_are_a_plain_reshard(case: Case) -> None:
     targets = [arena(target, rng) for _ in range(case.target.tp)]
     before = [cache.copy() for cache in targets]
     written = [np.zeros_like(cache) for cache in targets]
-    num_pieces = [0] * case.target.tp * case.target_nics
+    num_pieces = [0] * case.target.tp
 
-    outbound = Outbound(ticket_of(case, target_pages), case.source, case.source_nics, case.target)
+    outbound = Outbound(ticket_of(case, target_pages), case.source, case.target)
     for start, end in itertools.pairwise(case.cuts):
         pages = tuple(source_pages[start // source.page_tokens : source.num_pages_for(end)])
         chunk = Chunk(start=start, end=end, last=end == case.num_tokens, pages=pages)
-        for port, parcels in outbound.parcels(chunk).items():
-            rank, nic = divmod(port, case.source_nics)
+        for rank, parcels in outbound.parcels(chunk).items():
+            assert rank in outbound.source_ranks
             for parcel in parcels:
-                target_rank, target_nic = divmod(parcel.target_port, case.target_nics)
-                assert nic == target_nic or case.source_nics != case.target_nics, "rails stay rails"
+                assert parcel.target_rank in outbound.targets_of(rank)
                 for layer, pair, piece in itertools.product(
                     range(source.num_layers), zip(parcel.source_pages, parcel.target_pages, strict=True), parcel.pieces
                 ):
                     read = source.offset_bytes(layer, pair[0]) + piece.source_offset_bytes
                     put = target.offset_bytes(layer, pair[1]) + piece.target_offset_bytes
                     run = sources[rank].reshape(-1)[read : read + piece.length_bytes]
-                    targets[target_rank].reshape(-1)[put : put + piece.length_bytes] = run
-                    written[target_rank].reshape(-1)[put : put + piece.length_bytes] += 1
-                    num_pieces[parcel.target_port] += 1
-    assert all(outbound.complete(port) for port in outbound.source_ports)
+                    targets[parcel.target_rank].reshape(-1)[put : put + piece.length_bytes] = run
+                    written[parcel.target_rank].reshape(-1)[put : put + piece.length_bytes] += 1
+                    num_pieces[parcel.target_rank] += 1
+    assert outbound.complete
 
     size = min(source.page_tokens, target.page_tokens)
     end_token = -(-case.num_tokens // size) * size
@@ -143,12 +136,8 @@ def test_moved_bytes_are_a_plain_reshard(case: Case) -> None:
         assert (marks[:, :, :, :length] == 1).all()
         assert written[rank].sum() == marks[:, :, :, :length].size
         blocks = lacking_blocks(case.source, case.target, case.start_token, case.num_tokens)
-        stripes = Stripes(case.target_nics, case.seed)
-        assert written[rank].sum() == sum(expected_bytes(case.source, case.target, blocks, stripes))
-        of_rank = num_pieces[rank * case.target_nics : (rank + 1) * case.target_nics]
-        assert tuple(of_rank) == expected_pieces(
-            case.source, case.target, rank, blocks, Stripes(case.target_nics, case.seed)
-        )
+        assert written[rank].sum() == expected_bytes(case.source, case.target, blocks)
+        assert num_pieces[rank] == expected_pieces(case.source, case.target, rank, blocks)
 
 
 @given(cases())

@@ -54,7 +54,7 @@ class Cluster(Observer):
         self.tickets: list[wire.PrefillRequest] = []
         self.daemons: dict[NodeName, Daemon] = {}
         self._num_lives = dict.fromkeys(topology.nodes, 0)
-        self._by_key: dict[int, WatchedPort] = {}
+        self._by_key: dict[bytes, WatchedPort] = {}
         self._problems: list[str] = []
         self._ended: set[RequestId] = set()
         self._fabric_rests = False

@@ -79,7 +79,7 @@ class SimulatedSet:
         topology: Topology,
         loop: ManualLoop,
         fabric: LoopbackFabric,
-        by_key: dict[int, WatchedPort],
+        by_key: dict[bytes, WatchedPort],
         complain: Callable[[str], None],
     ) -> None:
         shape = _shape(config)
@@ -98,14 +98,13 @@ class SimulatedSet:
         if config.role is not Role.COLOCATED:
             self._open_fabric(config, fabric, by_key)
 
-    def _open_fabric(self, config: ReplicaConfig, fabric: LoopbackFabric, by_key: dict[int, WatchedPort]) -> None:
+    def _open_fabric(self, config: ReplicaConfig, fabric: LoopbackFabric, by_key: dict[bytes, WatchedPort]) -> None:
         one, messengers = self.set, []
         for memory in self.ranks.memories:
-            for _ in range(config.num_nics):
-                port = WatchedPort.open(fabric, memory, one.pool, by_key, self._complain)
-                watch = port.watch(self.ranks.counter_address, -1) if config.role is Role.PREFILL else None
-                messengers.append(Messenger(port, one.layout, memory.address, watch))
-                self.ports.append(port)
+            port = WatchedPort.open(fabric, memory, one.pool, by_key, self._complain)
+            watch = port.watch(self.ranks.counter_address, -1) if config.role is Role.PREFILL else None
+            messengers.append(Messenger(port, one.layout, memory.address, watch))
+            self.ports.append(port)
         ports = cast("list[LibfabricPort]", self.ports)
         arenas = cast("list[Arena]", self.ranks.memories)
         one.open_fabric(ports, MessengerGroup(one.shape, messengers), arenas)
@@ -250,7 +249,7 @@ class Daemon:
         name: NodeName,
         incarnation: Incarnation,
         fabric: LoopbackFabric,
-        by_key: dict[int, WatchedPort],
+        by_key: dict[bytes, WatchedPort],
         observer: Observer,
     ) -> None:
         self.name = name

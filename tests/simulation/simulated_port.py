@@ -24,11 +24,16 @@ class WatchedPort(LoopbackPort):
     pool: PagePool
     complain: Complain
     tickets: dict[Immediate, PrefillRequest]
-    by_key: dict[int, WatchedPort]
+    by_key: dict[bytes, WatchedPort]
 
     @classmethod
     def open(
-        cls, fabric: LoopbackFabric, memory: Memory, pool: PagePool, by_key: dict[int, WatchedPort], complain: Complain
+        cls,
+        fabric: LoopbackFabric,
+        memory: Memory,
+        pool: PagePool,
+        by_key: dict[bytes, WatchedPort],
+        complain: Complain,
     ) -> WatchedPort:
         port = cls(len(fabric._ports), fabric._random, 4096)
         port.memory, port.pool, port.complain = memory, pool, complain
@@ -48,22 +53,22 @@ class WatchedPort(LoopbackPort):
     def may_move(self) -> bool:
         return bool(self.outbox or self._writes)
 
-    def register(self, address: int, length_bytes: int) -> RegisteredMemory:
-        registered = super().register(address, length_bytes)
-        self.by_key[registered.key] = self
+    def register(self, address: int, length_bytes: int, fd: int = -1) -> RegisteredMemory:
+        registered = super().register(address, length_bytes, fd)
+        self.by_key[registered.address] = self
         return registered
 
     def complete(self, message: Message) -> None:
-        request = self.by_key[message.write.spec.key].tickets[message.write.spec.immediate].request
+        request = self.by_key[message.to].tickets[message.write.spec.immediate].request
         page = PageId(self.memory.page_at(message.source_address))
         if page not in owned_by(self.pool, request):
             self.complain(f"page {page} is sent for {request}, which does not own it")
         super().complete(message)
 
     def place(self, message: Message, now_s: float) -> None:
-        spec = message.write.spec
-        if any(registration.key == spec.key for registration in self._memories.values()):
-            self._check_place(spec.immediate, PageId(self.memory.page_at(message.target_address)))
+        if any(registration.own_address == message.to for registration in self._memories.values()):
+            page = self.memory.page_at(self.memory.address + message.target_offset_bytes)
+            self._check_place(message.write.spec.immediate, PageId(page))
         super().place(message, now_s)
 
     def _check_place(self, immediate: Immediate, page: PageId) -> None:

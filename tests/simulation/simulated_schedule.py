@@ -43,7 +43,6 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int = 8
     max_sequences: int = 3
     prefix_cache: bool = True
-    num_nics: int = 1
 
 
 def replica(role: Role, shape: Shape) -> Replica:
@@ -56,7 +55,6 @@ def replica(role: Role, shape: Shape) -> Replica:
         chunk_tokens=shape.chunk_tokens,
         max_sequences=shape.max_sequences,
         prefix_cache=shape.prefix_cache,
-        nics=tuple(tuple(f"nic{number}" for number in range(shape.num_nics)) for _ in range(shape.tp)),
     )
 
 
@@ -152,7 +150,6 @@ class RandomRun:
             chunk_tokens=rng.choice((4, 8, 32)),
             max_sequences=rng.choice((1, 2, 3, 6)),
             prefix_cache=rng.random() < 0.6,
-            num_nics=rng.choice((1, 1, 1, 2)),
         )
         return replica(role, shape)
 

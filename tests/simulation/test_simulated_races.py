@@ -76,15 +76,11 @@ def compute_all_but_the_report(cluster: Cluster) -> None:
 # The path without faults, in all shapes.
 
 
-@pytest.mark.parametrize("num_nics", [1, 2])
 @pytest.mark.parametrize("pages", [(4, 4), (16, 32), (32, 16)])
 @pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_any_shape_hands_over_to_any_other(
-    start: Start, tp: tuple[int, int], pages: tuple[int, int], num_nics: int
-) -> None:
+def test_any_shape_hands_over_to_any_other(start: Start, tp: tuple[int, int], pages: tuple[int, int]) -> None:
     prefill, decode = (
-        Shape(tp=tp[at], page_tokens=pages[at], num_pages=128 // pages[at], chunk_tokens=32, num_nics=num_nics)
-        for at in range(2)
+        Shape(tp=tp[at], page_tokens=pages[at], num_pages=128 // pages[at], chunk_tokens=32) for at in range(2)
     )
     cluster = start(prefill, decode)
     prompt = list(range(500, 570))

@@ -130,7 +130,8 @@ def status(node: str) -> Status:
         num_pages=14,
         steps=99,
         provider="tcp",
-        nics=(NicStatus(rank=0, nic=0, host="127.0.0.1", sent_bytes=1, arrived_pieces=2),) * 6,
+        nics=(NicStatus(rank=0, nic=0, host="127.0.0.1", sent_bytes=1, arrived_pieces=2, failed_paths=0),) * 6,
+        copied_bytes=3,
         fabric_gigabytes_per_s=2.5,
     )
     return Status(
@@ -271,13 +272,16 @@ def test_peers(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
         silent_s=0.2,
         replicas=("prefill0/0",),
         links=1,
+        way="2 of 3 paths",
     )
     start("decode0", replies(Peers(peers=(peer,))))
     assert main(["peers", "-o", "json"]) == 0
     [shown] = json.loads(capsys.readouterr().out)
     assert (shown["node"], shown["peer"]) == ("decode0", "prefill0")
     assert main(["peers"]) == 0
-    assert "127.0.0.1:7411" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "127.0.0.1:7411" in out
+    assert "2 of 3 paths" in out
 
 
 def test_cancel_goes_to_the_decode_side(start: Start, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,13 +36,12 @@ PROMPT = tuple(range(100))
 class Messengers:
     """What the sides ask of a set's messenger, written down."""
 
-    num_nics = 1
     fences = True
 
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def arm(self, *_: object, seed: int) -> tuple[Immediate, ...]:
+    def arm(self, *_: object) -> tuple[Immediate, ...]:
         self.calls.append("arm")
         return (IMMEDIATE,)
 
@@ -234,7 +233,7 @@ class Prefiller(World):
         self.side = self.replica.user = PrefillSide(self.control, self.replica)
         ticket = wire.PrefillRequest(
             request=REQUEST, source_replica=PREFILLER, target_replica=DECODER, target_incarnation=THERE,
-            shape_digest=SHAPE.digest(), seed=3, prompt=PROMPT, start_token=0, target_pages=(), num_nics=1,
+            shape_digest=SHAPE.digest(), seed=3, prompt=PROMPT, start_token=0, target_pages=(),
             immediates=(IMMEDIATE,), lease_s=60.0, verify=True,
         )  # fmt: skip
         self.side.receive(PEER, THERE, ticket)

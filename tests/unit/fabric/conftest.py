@@ -4,7 +4,7 @@ import pytest
 from fabric_bench import Bench, make_bench
 
 
-@pytest.fixture(params=["tcp", "shm", "loopback"])
+@pytest.fixture(params=["tcp", "two-nics", "copy", "shm", "loopback"])
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     made = make_bench(request.param)
     yield made

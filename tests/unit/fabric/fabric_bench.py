@@ -15,6 +15,7 @@ from pdd.fabric.immediate import pack
 from pdd.fabric.libfabric import LibfabricPort
 from pdd.fabric.loopback import LoopbackFabric
 from pdd.fabric.port import CountReached, Event, FabricPort, Piece, Token, Write
+from pdd.memory.arena import SharedMemory
 
 PAGE_BYTES = 4096
 NUM_PAGES = 64
@@ -26,10 +27,11 @@ PROBE = pack(4000, 1)
 
 
 class Arena:
-    """Memory of this process, at a fixed address, with a layer counter behind it."""
+    """A memfd and its mapping, with a layer counter behind the pages."""
 
     def __init__(self, seed: int | None) -> None:
-        self.map = mmap.mmap(-1, ARENA_BYTES + mmap.PAGESIZE)
+        self.fd = SharedMemory.make_fd("arena", ARENA_BYTES + mmap.PAGESIZE)
+        self.map = mmap.mmap(self.fd, ARENA_BYTES + mmap.PAGESIZE)
         if seed is not None:
             self.map[:ARENA_BYTES] = random.Random(seed).randbytes(ARENA_BYTES)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
@@ -59,7 +61,7 @@ class Bench:
         self.target_port = self.open_port()
         self.source = Arena(seed=1)
         self.target = Arena(seed=None)
-        self.source_memory = self.source_port.register(self.source.address, ARENA_BYTES)
+        self.source_memory = self.source_port.register(self.source.address, ARENA_BYTES, self.source.fd)
         self.target_memory = self.target_port.register(self.target.address, ARENA_BYTES)
         self.peer = self.source_port.add_peer(self.target_memory.address)
 
@@ -73,13 +75,12 @@ class Bench:
             "token": Token(token),
             "peer": self.peer,
             "memory": self.source_memory.memory,
-            "key": self.target_memory.key,
             "immediate": immediate,
             "num_layers": NUM_LAYERS,
             "source_base": self.source.address,
             "source_layer_bytes": LAYER_BYTES,
             "source_page_bytes": PAGE_BYTES,
-            "target_base": self.target_memory.base,
+            "target_base": 0,
             "target_layer_bytes": LAYER_BYTES,
             "target_page_bytes": PAGE_BYTES,
             "source_pages": tuple(source for source, _ in pages),
@@ -122,7 +123,7 @@ class Bench:
     def probe_with_fresh_memory(self) -> None:
         """As `probe`, after the first registration was released: an empty page from and to memory of its own."""
         arena = Arena(seed=None)
-        self.source_memory = self.source_port.register(arena.address, ARENA_BYTES)
+        self.source_memory = self.source_port.register(arena.address, ARENA_BYTES, arena.fd)
         self.target_memory = self.target_port.register(arena.address, ARENA_BYTES)
         self.peer, self.source = self.source_port.add_peer(self.target_memory.address), arena
         self.probe()
@@ -147,8 +148,14 @@ def make_bench(kind: str) -> Bench:
     if kind == "loopback":
         fabric = LoopbackFabric(seed=7)
         return Bench(kind, fabric.open_port, fabric.run)
-    providers = {"tcp": "net,tcp", "shm": "shm"}[kind]
-    return Bench(kind, lambda max_writes: LibfabricPort(providers, "127.0.0.1", 0, max_writes), lambda: None)
+    return Bench(kind, lambda max_writes: open_kind(kind, max_writes), lambda: None)
+
+
+def open_kind(kind: str, max_writes: int = 4096) -> LibfabricPort:
+    """A port of a provider, over two NICs, or one whose peers copy."""
+    providers = "shm" if kind == "shm" else "net,tcp"
+    hosts = ("127.0.0.1", "127.0.0.2") if kind == "two-nics" else ("127.0.0.1",)
+    return LibfabricPort(providers, hosts, copies=kind == "copy", max_writes=max_writes)
 
 
 def shuffled_pages(seed: int, number: int = NUM_PAGES) -> list[tuple[int, int]]:

@@ -10,27 +10,24 @@ import select
 import sys
 from typing import Any
 
+from fabric_bench import open_kind
+
 from pdd.base.ids import Immediate
-from pdd.fabric.libfabric import LibfabricPort
 from pdd.fabric.port import Memory, Peer, Piece, RegisteredMemory, Token, Write, WriteDone
-from pdd.topology.model import Provider
+from pdd.memory.arena import SharedMemory
 
 
 class Child:
-    def __init__(self, provider: str, arena_bytes: int, fill: int) -> None:
-        self.port = LibfabricPort.open(Provider(provider), "127.0.0.1", 0)
-        self.map = mmap.mmap(-1, arena_bytes)
+    def __init__(self, kind: str, arena_bytes: int, fill: int) -> None:
+        self.port = open_kind(kind)
+        fd = SharedMemory.make_fd("arena", arena_bytes)
+        self.map = mmap.mmap(fd, arena_bytes)
         self.map[:] = bytes([fill]) * arena_bytes
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        self.memory: RegisteredMemory = self.port.register(self.address, arena_bytes)
+        self.memory: RegisteredMemory = self.port.register(self.address, arena_bytes, fd)
 
     def hello(self) -> dict[str, Any]:
-        return {
-            "pid": os.getpid(),
-            "key": self.memory.key,
-            "base": self.memory.base,
-            "address": self.memory.address.hex(),
-        }
+        return {"pid": os.getpid(), "address": self.memory.address.hex()}
 
     def connect(self, address: str) -> int:
         return self.port.add_peer(bytes.fromhex(address))
@@ -38,20 +35,19 @@ class Child:
     def drop(self, peer: int) -> None:
         self.port.drop_peer(Peer(peer))
 
-    def write(self, peer: int, key: int, base: int, num_writes: int, num_pages: int, page_bytes: int) -> None:
+    def write(self, peer: int, num_writes: int, num_pages: int, page_bytes: int) -> None:
         """`num_writes` writes of pages 0 to `num_pages`, tokens and immediates by number."""
         for number in range(num_writes):
             write = Write(
                 token=Token(number),
                 peer=Peer(peer),
                 memory=Memory(self.memory.memory),
-                key=key,
                 immediate=Immediate(number << 20),
                 num_layers=1,
                 source_base=self.address,
                 source_layer_bytes=0,
                 source_page_bytes=page_bytes,
-                target_base=base,
+                target_base=0,
                 target_layer_bytes=0,
                 target_page_bytes=page_bytes,
                 source_pages=tuple(range(num_pages)),

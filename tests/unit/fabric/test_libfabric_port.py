@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,11 +16,11 @@ from fabric_bench import NUM_LAYERS, NUM_PAGES, Bench, make_bench
 
 from pdd.base.errors import FabricError, FabricUnavailable
 from pdd.fabric.immediate import pack
-from pdd.fabric.libfabric import LibfabricPort, measure, sweep_dead_endpoints
+from pdd.fabric.libfabric import PROVIDERS, LibfabricPort, measure, sweep_dead_endpoints
 from pdd.topology.model import Provider
 
 
-@pytest.mark.parametrize("provider", list(Provider))
+@pytest.mark.parametrize("provider", [Provider.TCP, Provider.SHM])
 def test_signal_handlers_stay_the_processes_own(provider: Provider) -> None:
     """libfabric installs its own at the first opening in a process: hence a process of its own."""
     program = """
@@ -33,7 +34,7 @@ def disposition(number):
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
 numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGBUS, signal.SIGSEGV]
 before = [disposition(number) for number in numbers]
-port = LibfabricPort.open(Provider(sys.argv[1]), "127.0.0.1", 0)
+port = LibfabricPort.open(Provider(sys.argv[1]), ["127.0.0.1"], spin_us=0, copies=True)
 assert [disposition(number) for number in numbers] == before
 signal.raise_signal(signal.SIGTERM)
 """
@@ -43,7 +44,7 @@ signal.raise_signal(signal.SIGTERM)
 def test_the_progress_thread_takes_no_signals() -> None:
     main_thread = threading.get_native_id()
     before = set(os.listdir("/proc/self/task"))
-    port = LibfabricPort.open(Provider.TCP, "127.0.0.1", 0)
+    port = LibfabricPort.open(Provider.TCP, ["127.0.0.1"], spin_us=0, copies=True)
     new = set(os.listdir("/proc/self/task")) - before - {str(main_thread)}
     assert new
     for thread in new:
@@ -55,25 +56,34 @@ def test_the_progress_thread_takes_no_signals() -> None:
 
 def test_an_unknown_provider_is_refused_with_what_there_is() -> None:
     with pytest.raises(FabricUnavailable, match=r"none of the providers \[efa9\].*it offers: .*(net|tcp)"):
-        LibfabricPort("efa9", "127.0.0.1", 0)
+        LibfabricPort("efa9")
+
+
+@pytest.mark.parametrize("provider", [Provider.EFA, Provider.VERBS])
+def test_an_rdma_provider_without_a_nic_is_refused_with_what_there_is(provider: Provider) -> None:
+    name = re.escape(PROVIDERS[provider])
+    with pytest.raises(
+        FabricUnavailable, match=rf"none of the providers \[{name}\].*it offers: .*Check `fabric.provider`"
+    ):
+        LibfabricPort.open(provider, ["127.0.0.1"], spin_us=0, copies=False)
 
 
 def test_a_provider_is_never_replaced_by_a_similar_one() -> None:
     """1.17 answers "tcp" with "tcp;ofi_rxm"; newer libraries have a tcp of their own."""
     with contextlib.suppress(FabricUnavailable):
-        port = LibfabricPort("tcp", "127.0.0.1", 0)
+        port = LibfabricPort("tcp")
         assert port.info.provider == "tcp"
         port.close()
 
 
 def test_a_host_that_is_not_ours_is_refused() -> None:
     with pytest.raises(FabricUnavailable, match=r"203\.0\.113\.9"):
-        LibfabricPort.open(Provider.TCP, "203.0.113.9", 0)
+        LibfabricPort.open(Provider.TCP, ["127.0.0.1", "203.0.113.9"], spin_us=0, copies=False)
 
 
 @pytest.mark.parametrize("providers", ["net,tcp", "shm"])
 def test_measure_gives_a_rate_and_leaves_no_trace(providers: str) -> None:
-    port = LibfabricPort(providers, "127.0.0.1", 0)
+    port = LibfabricPort(providers)
     rate = measure(port)
     assert rate is None or rate > 0.001
     assert port.events() == []
@@ -93,17 +103,19 @@ def test_endpoints_of_the_dead_are_swept_and_of_the_living_are_not(tmp_path: Pat
 
 def test_a_killed_process_leaves_endpoints_and_the_next_start_sweeps_them() -> None:
     program = """
-import os, signal
+import ctypes, os, signal
 from pdd.fabric.libfabric import LibfabricPort
 from pdd.topology.model import Provider
-port = LibfabricPort.open(Provider.SHM, "127.0.0.1", 0)
+port = LibfabricPort.open(Provider.SHM, ["127.0.0.1"], spin_us=0, copies=False)
+memory = ctypes.create_string_buffer(4096)
+port.register(ctypes.addressof(memory), 4096)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     killed = subprocess.Popen([sys.executable, "-c", program])
     killed.wait()
     left = list(Path("/dev/shm").glob(f"pdd-{killed.pid}:*"))
     assert left
-    LibfabricPort.open(Provider.SHM, "127.0.0.1", 0).close()
+    LibfabricPort.open(Provider.SHM, ["127.0.0.1"], spin_us=0, copies=False).close()
     assert not any(path.exists() for path in left)
 
 
@@ -129,7 +141,7 @@ def count_messages(bench: Bench, pages: list[tuple[int, int]]) -> int:
 
 def test_numbers_that_do_not_fit_are_refused() -> None:
     bench = make_bench("tcp")
-    for changes in ({"source_pages": (-1,)}, {"source_pages": (1 << 32,)}, {"key": 1 << 64}, {"counter_base": -1}):
+    for changes in ({"source_pages": (-1,)}, {"source_pages": (1 << 32,)}, {"counter_base": -1}):
         with pytest.raises(FabricError):
             bench.source_port.write(bench.spec(1, pack(1, 1), [(0, 0)], **changes))
     with pytest.raises(FabricError):
@@ -151,9 +163,10 @@ def test_a_storm_of_strays_is_counted_but_not_told_one_by_one() -> None:
     bench.close()
 
 
-def test_idle_ports_cost_next_to_nothing() -> None:
+@pytest.mark.parametrize("kind", ["tcp", "two-nics", "copy"])
+def test_idle_ports_cost_next_to_nothing(kind: str) -> None:
     """No time is asserted: the number of wake-ups is what must not grow with it."""
-    bench = make_bench("tcp")
+    bench = make_bench(kind)
     bench.probe()
     ports = [bench.source_port, bench.target_port]
     assert all(isinstance(port, LibfabricPort) for port in ports)

@@ -124,6 +124,18 @@ def test_loopback_and_shm_reach_only_one_machine() -> None:
     assert "shm reaches only one machine" in told(over_shm)[0]
 
 
+def test_rdma_providers_need_a_nic_that_can_be_found() -> None:
+    verbs, efa = Fabric(provider=Provider.VERBS), Fabric(provider=Provider.EFA)
+    listed = Replica(role=Role.COLOCATED, nics=(("192.0.2.1",),))
+    of_its_own = {"a": Node(host="192.0.2.1", control_port=7000, http=Http(port=8000), replicas=(COLOCATED,))}
+    by_nic = {"a": Node(control_port=7000, http=Http(port=8000), replicas=(listed,))}
+    [found] = told(topology(PREFILL, DECODE, fabric=verbs))
+    assert "nodes.n0.host: verbs needs the address of an RDMA NIC" in found
+    assert told(topology(nodes=of_its_own, fabric=verbs)) == told(topology(nodes=by_nic, fabric=verbs)) == []
+    assert told(topology(nodes=of_its_own, fabric=efa)) == []
+    assert "EFA devices have no IP address" in told(topology(nodes=by_nic, fabric=efa))[0]
+
+
 def test_warnings() -> None:
     pinned = Replica(role=Role.COLOCATED, cores=(0, 1), threads=3)
     open_node = Node(control_port=80, http=Http(host="0.0.0.0", port=8000), replicas=(pinned, pinned))

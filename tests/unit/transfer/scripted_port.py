@@ -11,6 +11,7 @@ from pdd.fabric.port import (
     Event,
     Memory,
     Peer,
+    PeerInfo,
     ProviderInfo,
     RegisteredMemory,
     Token,
@@ -27,7 +28,11 @@ class ScriptedPort:
         self.script: list[Event] = []
         self.writes: list[Write] = []
         self.cancelled: list[Token] = []
+        self.peers: dict[Peer, bytes] = {}
+        """Those that were added and not dropped, with their addresses."""
         self.dropped: list[Peer] = []
+        self.registered: list[tuple[int, int, int]] = []
+        """(address, length, fd) of each."""
         self.released: list[Memory] = []
         self.expected: dict[Immediate, int] = {}
         self.placed: dict[Immediate, int] = {}
@@ -40,29 +45,37 @@ class ScriptedPort:
     @property
     def info(self) -> ProviderInfo:
         return ProviderInfo(
-            provider="scripted", library_version="0", pages_per_write=1, max_write_bytes=1, fences=self._fences
+            provider="scripted",
+            library_version="0",
+            num_nics=1,
+            pages_per_write=1,
+            max_write_bytes=1,
+            fences=self._fences,
         )
-
-    @property
-    def address(self) -> bytes:
-        return b"port"
 
     def _handle(self) -> int:
         self.num_handles += 1
         return self.num_handles
 
-    def register(self, address: int, length_bytes: int) -> RegisteredMemory:
+    def register(self, address: int, length_bytes: int, fd: int = -1) -> RegisteredMemory:
         number = self._handle()
-        return RegisteredMemory(Memory(number), 1000 + number, address, b"endpoint %d" % number)
+        self.registered.append((address, length_bytes, fd))
+        return RegisteredMemory(Memory(number), b"endpoint %d" % number)
 
     def release(self, memory: Memory) -> None:
         self.released.append(memory)
 
     def add_peer(self, address: bytes) -> Peer:
-        return Peer(self._handle())
+        peer = Peer(self._handle())
+        self.peers[peer] = address
+        return peer
 
     def drop_peer(self, peer: Peer) -> None:
+        del self.peers[peer]
         self.dropped.append(peer)
+
+    def peer_info(self, peer: Peer) -> PeerInfo:
+        return PeerInfo(copies=self.peers[peer].startswith(b"here"), num_paths=4, num_open=3)
 
     def watch(self, counter_address: int, wake_fd: int) -> Watch:
         return Watch(self._handle())

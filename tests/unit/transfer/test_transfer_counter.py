@@ -40,11 +40,11 @@ def test_every_port_sends_a_layer_when_the_lead_has_raised_the_counter() -> None
     (grant,) = target.group.grants(PREFILLER, REPLICA)
     group.connect(DECODER, grant)
     try:
-        immediates = target.group.arm(R, PREFILLER, SOURCE, 0, 8, seed=0)
+        immediates = target.group.arm(R, PREFILLER, SOURCE, 0, 8)
         ticket = PrefillRequest(
             request=R, source_replica=ReplicaName("prefill/0"), target_replica=REPLICA, target_incarnation=DECODER,
             shape_digest=TARGET.digest(), seed=0, prompt=(0,) * 9, start_token=0,
-            target_pages=(PageId(5), PageId(2)), num_nics=1, immediates=immediates, lease_s=1.0,
+            target_pages=(PageId(5), PageId(2)), immediates=immediates, lease_s=1.0,
         )  # fmt: skip
         group.accept(ticket, DECODER, TARGET)
         group.announce(R, 0, 8, last=True, pages=[PageId(0), PageId(1)], counter_base=0)

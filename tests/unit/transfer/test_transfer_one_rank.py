@@ -64,7 +64,6 @@ def ticket(**changes: object) -> PrefillRequest:
         "prompt": tuple(range(15)),
         "start_token": 4,
         "target_pages": (PageId(19), PageId(3), PageId(11)),
-        "num_nics": 1,
         "immediates": (pack(5, 6),),
         "lease_s": 1.0,
     }
@@ -72,12 +71,12 @@ def ticket(**changes: object) -> PrefillRequest:
 
 
 def arm(messenger: MessengerGroup, request: RequestId, peer: Incarnation, num_pages: int) -> Immediate:
-    (immediate,) = messenger.arm(request, peer, SHAPE, 0, 4 * num_pages, seed=0)
+    (immediate,) = messenger.arm(request, peer, SHAPE, 0, 4 * num_pages)
     return immediate
 
 
 def grant(address: bytes = b"there", replica: ReplicaName = REPLICA, rank: int = 0) -> Grant:
-    return Grant(replica=replica, rank=rank, nic=0, address=address, key=77, base=1 << 20)
+    return Grant(replica=replica, rank=rank, address=address)
 
 
 def accept(messenger: MessengerGroup, **changes: object) -> None:
@@ -99,7 +98,8 @@ def test_chunks_become_writes_of_what_the_target_lacks(port: ScriptedPort, sourc
     assert (first.source_pages, first.target_pages, first.counter_base) == ((1,), (19,), 40)
     assert (second.source_pages, second.target_pages, second.counter_base) == ((0, 6), (3, 11), 42)
     assert first.watch == second.watch == WATCH
-    assert (first.key, first.target_base, first.immediate) == (77, 1 << 20, pack(5, 6))
+    assert port.peers == {first.peer: b"there"}
+    assert (first.target_base, first.immediate) == (0, pack(5, 6))
     assert (first.source_base, first.source_layer_bytes) == (4096, LAYOUT.layer_bytes)
     assert first.target_layer_bytes == TARGET_LAYOUT.layer_bytes
     port.done(1)
@@ -338,11 +338,11 @@ def test_all_pieces_arrive(port: ScriptedPort, target: MessengerGroup) -> None:
 
 def test_each_peer_has_a_key_of_its_own(port: ScriptedPort, target: MessengerGroup) -> None:
     (mine,), (other,) = target.grant(PREFILLER), target.grant(OTHER)
-    assert mine.key != other.key
+    assert mine.address != other.address
     assert target.grant(PREFILLER) == (mine,)
     target.revoke(OTHER)
     assert port.released == [other.memory]
-    assert target.grant(OTHER)[0].key not in (mine.key, other.key)
+    assert target.grant(OTHER)[0].address not in (mine.address, other.address)
 
 
 def test_a_stop_drains_when_what_was_posted_has_been_counted(port: ScriptedPort, target: MessengerGroup) -> None:

@@ -11,10 +11,8 @@ from transfer_shapes import make_shape
 from pdd.fabric.port import Piece
 from pdd.memory.shape import KvShape
 from pdd.transfer.plan import (
-    STRIPE_BLOCKS,
     Leg,
     PagePairs,
-    Stripes,
     completed_blocks,
     expected_bytes,
     expected_pieces,
@@ -23,13 +21,10 @@ from pdd.transfer.plan import (
     lacking_pages,
     leg_pieces,
     page_pairs,
-    plan_lanes,
     plan_legs,
 )
 
 EQUAL = make_shape(page_tokens=16)
-
-ONE, TWO = Stripes(1, 0), Stripes(2, 0)
 
 
 def test_a_chunk_sends_what_it_completes() -> None:
@@ -51,70 +46,16 @@ def test_what_the_target_lacks() -> None:
 
 def test_small_pages_fill_large_ones_and_large_ones_are_cut() -> None:
     small, large = make_shape(page_tokens=16), make_shape(page_tokens=32)
-    assert list(page_pairs(small, large, range(1, 5), ONE)) == [
-        PagePairs(target_nic=0, phase=1, source_pages=(1, 3), target_pages=(0, 1)),
-        PagePairs(target_nic=0, phase=0, source_pages=(2, 4), target_pages=(1, 2)),
+    assert list(page_pairs(small, large, range(1, 5))) == [
+        PagePairs(phase=1, source_pages=(1, 3), target_pages=(0, 1)),
+        PagePairs(phase=0, source_pages=(2, 4), target_pages=(1, 2)),
     ]
-    assert list(page_pairs(large, small, range(1, 4), ONE)) == [
-        PagePairs(target_nic=0, phase=1, source_pages=(0, 1), target_pages=(1, 3)),
-        PagePairs(target_nic=0, phase=0, source_pages=(1,), target_pages=(2,)),
+    assert list(page_pairs(large, small, range(1, 4))) == [
+        PagePairs(phase=1, source_pages=(0, 1), target_pages=(1, 3)),
+        PagePairs(phase=0, source_pages=(1,), target_pages=(2,)),
     ]
-    assert list(page_pairs(small, small, range(3, 6), ONE)) == [PagePairs(0, 0, (3, 4, 5), (3, 4, 5))]
-    assert list(page_pairs(small, large, range(3, 3), ONE)) == []
-
-
-def test_blocks_are_dealt_over_the_nics_in_stripes_by_their_place() -> None:
-    shape = make_shape(1, 2, 4)
-    assert [TWO.nic_of(block) for block in range(13)] == [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1]
-    assert list(page_pairs(shape, shape, range(2, 6), TWO)) == [
-        PagePairs(0, 0, (2, 3), (2, 3)), PagePairs(1, 0, (4, 5), (4, 5))
-    ]  # fmt: skip
-    assert expected_pieces(shape, shape, 0, lacking_blocks(shape, shape, 8, 49), TWO) == (2 * 6, 2 * 5)
-    assert expected_pieces(shape, shape, 0, lacking_blocks(shape, shape, 8, 16), TWO) == (2 * 2, 0), "too short for all"
-    assert expected_bytes(shape, shape, lacking_blocks(shape, shape, 8, 49), TWO) == tuple(
-        2 * n * shape.layout.page_bytes for n in (6, 5)
-    )
-
-
-def test_lanes_of_different_numbers_of_nics() -> None:
-    two, one = make_shape(2, 2), make_shape(1, 2)
-    legs = plan_legs(two, one, 0)
-    blocks = range(4 * STRIPE_BLOCKS)
-
-    def ports(source_nics: int, target_nics: int, blocks: range = blocks, seed: int = 0) -> list[tuple[int, int]]:
-        return [
-            (it.source_port, it.target_port) for it in plan_lanes(legs, blocks, source_nics, Stripes(target_nics, seed))
-        ]
-
-    assert ports(1, 1) == [(0, 0), (1, 0)]
-    assert ports(2, 2) == [(0, 0), (1, 1), (2, 0), (3, 1)]
-    assert ports(1, 2) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert ports(2, 1) == [(0, 0), (2, 0)]
-    assert ports(2, 1, seed=1) == [(1, 0), (3, 0)], "the source's NICs take turns"
-    assert ports(2, 2, seed=1) == ports(2, 2), "but rails stay rails"
-    assert ports(2, 3) == [(0, 0), (1, 1), (0, 2), (2, 0), (3, 1), (2, 2)]
-    assert ports(2, 2, range(5, 6)) == [(1, 1), (3, 1)], "what carries nothing is no lane"
-
-
-@pytest.mark.parametrize("num_nics", [2, 3, 4])
-def test_short_prompts_load_the_nics_evenly_from_handoff_to_handoff(num_nics: int) -> None:
-    shape = make_shape(1, 2, 16)
-    loads = [0] * num_nics
-    for seed in range(1000):
-        blocks = lacking_blocks(shape, shape, 0, 16 + 16 * (seed % 7))
-        for nic, number in enumerate(expected_pieces(shape, shape, 0, blocks, Stripes(num_nics, seed))):
-            loads[nic] += number
-    mean = sum(loads) / num_nics
-    assert all(abs(load - mean) <= 0.05 * mean for load in loads), loads
-
-
-@pytest.mark.parametrize("num_nics", [2, 3, 4, 8])
-def test_long_prompts_load_the_nics_evenly(num_nics: int) -> None:
-    shape = make_shape(1, 2, 16, num_pages=4096)
-    loads = expected_pieces(shape, shape, 0, lacking_blocks(shape, shape, 32, 16_001), Stripes(num_nics, 0))
-    assert sum(loads) == sum(expected_pieces(shape, shape, 0, lacking_blocks(shape, shape, 32, 16_001), ONE))
-    mean = sum(loads) / num_nics
-    assert all(abs(load - mean) <= 0.05 * mean for load in loads), loads
+    assert list(page_pairs(small, small, range(3, 6))) == [PagePairs(0, (3, 4, 5), (3, 4, 5))]
+    assert list(page_pairs(small, large, range(3, 3))) == []
 
 
 def test_legs_of_finer_prefillers_and_finer_decoders() -> None:
@@ -190,7 +131,7 @@ def test_turns_are_shuffled() -> None:
 def test_as_few_pieces_as_contiguity_allows(source: KvShape, target: KvShape, pieces_per_block: list[int]) -> None:
     """24 tokens from token 0: pieces of a block, times blocks and layers, on each target rank."""
     blocks = lacking_blocks(source, target, 0, 24)
-    num_pieces = [sum(expected_pieces(source, target, rank, blocks, ONE)) for rank in range(target.tp)]
+    num_pieces = [expected_pieces(source, target, rank, blocks) for rank in range(target.tp)]
     assert num_pieces == [2 * len(blocks) * number for number in pieces_per_block]
 
 
@@ -202,11 +143,9 @@ def test_equal_pages_travel_whole() -> None:
 
 def test_the_bytes_are_those_of_the_pages() -> None:
     shape = make_shape(2, 4)
-    assert expected_bytes(shape, shape, lacking_blocks(shape, shape, 0, 24), ONE) == (2 * 6 * shape.layout.page_bytes,)
+    assert expected_bytes(shape, shape, lacking_blocks(shape, shape, 0, 24)) == 2 * 6 * shape.layout.page_bytes
     half = make_shape(1, 4, page_tokens=2)
-    assert expected_bytes(half, shape, lacking_blocks(half, shape, 4, 7), ONE) == (
-        2 * 2 * shape.layout.page_bytes // 2,
-    )
+    assert expected_bytes(half, shape, lacking_blocks(half, shape, 4, 7)) == 2 * 2 * shape.layout.page_bytes // 2
 
 
 def test_shapes_that_do_not_fit_name_the_fields_with_both_values() -> None:

@@ -26,7 +26,6 @@ def ticket(prompt: tuple[int, ...] = (1, 2, 3)) -> PrefillRequest:
         prompt=prompt,
         start_token=0,
         target_pages=(PageId(7), PageId(0)),
-        num_nics=1,
         immediates=(pack(5, 6), pack(7, 8)),
         lease_s=1.5,
     )
