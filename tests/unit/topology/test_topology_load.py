@@ -15,7 +15,7 @@ from pdd.base.errors import TopologyInvalid
 from pdd.base.ids import NodeName
 from pdd.topology import load as load_module
 from pdd.topology.load import load
-from pdd.topology.model import Fabric, Handoff, OnHandoffFailure, Provider, Role
+from pdd.topology.model import Fabric, Handoff, OnHandoffFailure, Provider, Role, SameHost
 
 GOOD = """\
 version: 1
@@ -101,12 +101,12 @@ def test_seconds(tmp_path: Path, written: str, seconds: float) -> None:
 
 
 def test_enums_null_and_lists(tmp_path: Path) -> None:
-    text = GOOD + "handoff: {on_failure: error}\nfabric: {provider: shm}\n"
+    text = GOOD + "handoff: {on_failure: error}\nfabric: {provider: shm, same_host: fabric}\n"
     text = text.replace("colocated", "colocated\n        cores: [0, 1]\n        threads:\n        prefix_cache: false")
     topology = load(write(tmp_path, text))
     replica = topology.nodes[NodeName("n0")].replicas[0]
     assert topology.handoff.on_failure is OnHandoffFailure.ERROR
-    assert topology.fabric == Fabric(provider=Provider.SHM)
+    assert topology.fabric == Fabric(provider=Provider.SHM, same_host=SameHost.FABRIC)
     assert (replica.cores, replica.threads, replica.prefix_cache) == ((0, 1), None, False)
 
 

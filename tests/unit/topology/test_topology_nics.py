@@ -65,7 +65,6 @@ def test_each_rank_has_one_nic_or_several(
 ) -> None:
     replica = last(load_nics(written, parallel))
     assert replica.nics_by_rank == by_rank
-    assert replica.num_nics == (len(by_rank[0]) if by_rank else 1)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +98,7 @@ def test_what_is_no_map_of_nics(load_nics: Load, options: dict[str, Any], fault:
 
 
 def test_shm_without_a_map_is_fine(load_nics: Load) -> None:
-    assert last(load_nics("auto", provider="shm")).num_nics == 1
+    assert last(load_nics("auto", provider="shm")).nics_by_rank == ()
 
 
 def test_nics_of_a_colocated_replica_are_a_warning(load_nics: Load) -> None:
