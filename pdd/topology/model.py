@@ -125,6 +125,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Deadline of a request that names none."""
     step_s: Seconds = 30.0
     """A step that takes longer means that its executor is stuck: the replica fails and is started again."""
+    answer_s: Seconds = 10.0
+    """An executor without work is asked every second whether it is there. One that takes longer to answer is stuck."""
+    load_s: Seconds = 600.0
+    """Executors whose model is not loaded by then have failed to start."""
     drain_s: Seconds = 30.0
     """How long a daemon that was told to stop lets running requests go on."""
     max_body_bytes: Bytes = 8 * 1024 * 1024

@@ -79,6 +79,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     queued_tokens: int
     """Prompt tokens that are waiting or being prefilled."""
+    late: bool = False
+    """Its executors have not answered for a while: they are in a long step, or stuck."""
 
 
 class Announce(Message, frozen=True):
