@@ -61,6 +61,7 @@ class Handoffs:
             )
         record.peer = choice.name
         record.attempts += 1
+        record.retry_after_s = None
         lease_s = self._policy.lease_s
         record.lease = asyncio.get_running_loop().call_later(lease_s, self._lease_over, record, immediates[0])
         self._side.feed(record, e.TicketSent(f"to {choice.name}: {choice.reason}; {len(pages)} pages, seed {seed}"))
@@ -197,6 +198,7 @@ class Handoffs:
                 handoff.their_digests = message.digests
                 self._compare(record, handoff)
             case wire.PrefillRejected():
+                record.retry_after_s = message.retry_after_s
                 self._over(record, f"{handoff.prefiller} rejected it: {message.reason}")
                 self._replica.messenger.rejected(record.id, handoff.immediate)
             case wire.PrefillStopped():

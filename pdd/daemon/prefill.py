@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from pdd.base.errors import BadTicket, PddError
+from pdd.base.errors import BadTicket, PddError, QueueFull
 from pdd.base.ids import Incarnation, NodeName, RequestId
 from pdd.daemon.records import PrefillJob
 from pdd.daemon.replica_set import ReplicaSet
@@ -39,7 +39,7 @@ class PrefillSide(Side[PrefillJob]):
         if known is None:
             self.begin(job)
         elif known.ticket.immediates != ticket.immediates:
-            self._reject(job, "duplicate", f"request {ticket.request} is being prefilled already")
+            self._reject(job, BadTicket(f"request {ticket.request} is being prefilled already"))
         else:
             # The same ticket again: a rejection would say that nothing was posted, and the first one may have.
             self.control.metrics.stale_messages.labels("PrefillRequest").inc()
@@ -86,7 +86,8 @@ class PrefillSide(Side[PrefillJob]):
             case Effect.CONFIRM_STOP:
                 self._confirm_stop(record)
             case Effect.REJECT:
-                self._reject(record, "rejected", record.machine.story[-1].reason)
+                assert record.rejection is not None  # nothing else rejects
+                self._reject(record, record.rejection)
             case Effect.RELEASE:
                 self._release(record)
             case _:
@@ -97,6 +98,7 @@ class PrefillSide(Side[PrefillJob]):
             self._accept(job)
             self._replica.admission.enqueue(job.id, job.prompt, len(job.prompt) - 1, 0)
         except PddError as error:
+            job.rejection = error
             self.feed(job, e.Rejected(str(error)))
             return
         job.lease = asyncio.get_running_loop().call_later(job.ticket.lease_s, self._lease_over, job)
@@ -166,9 +168,14 @@ class PrefillSide(Side[PrefillJob]):
         )
         self.control.send(job.node, stopped)  # when the link is down, the decoder has fenced us
 
-    def _reject(self, job: PrefillJob, code: str, reason: str) -> None:
-        ticket = job.ticket
-        rejection = wire.PrefillRejected(request=job.id, immediate=ticket.immediates[0], code=code, reason=reason)
+    def _reject(self, job: PrefillJob, error: PddError) -> None:
+        rejection = wire.PrefillRejected(
+            request=job.id,
+            immediate=job.ticket.immediates[0],
+            code=error.code,
+            reason=str(error),
+            retry_after_s=min(error.retry_after_s, 3600.0) if isinstance(error, QueueFull) else None,
+        )
         self.control.send(job.node, rejection)
 
     def _release(self, job: PrefillJob) -> None:

@@ -249,6 +249,20 @@ async def test_waiting_in_line_counts_towards_the_deadline(make_cluster: MakeClu
         assert any("it was queued" in answer["error"]["message"] for _, answer in answers)
 
 
+async def test_a_full_prefiller_is_nobodys_fault(make_cluster: MakeCluster, slow_toy: Path) -> None:
+    nodes = prefill_and_decode()
+    nodes["prefill0"]["replicas"][0]["max_sequences"] = 1
+    handoff = {**HANDOFF_ALL, "on_failure": "error"}
+    async with make_cluster(nodes, slow_toy, handoff=handoff, limits={"max_queue": 0}) as cluster:
+        answer = asyncio.create_task(cluster.complete(prompt(600), max_tokens=1))
+        await wait_for_state(cluster, "prefilling")
+        body = {"model": "toy", "prompt": prompt(300, seed=1), "max_tokens": 1}
+        async with cluster.session.post(f"{cluster.url}/v1/completions", json=body) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (429, "queue_full")
+            assert int(response.headers["Retry-After"]) >= 1
+        await answer
+
+
 async def test_a_short_prompt_does_not_wait_for_long_ones(make_cluster: MakeCluster, slow_toy: Path) -> None:
     async with make_cluster(colocated(chunk_tokens=64), slow_toy) as cluster:
         long = [asyncio.create_task(text_of(cluster, prompt(1500, seed), 1)) for seed in range(3)]

@@ -175,12 +175,12 @@ def test_a_full_prefiller_is_passed_by(start: Start) -> None:
     assert [ticket.request for ticket in cluster.tickets] == ["r", "s", "s"]
 
 
-def test_without_recomputing_a_full_prefiller_fails_the_request(start: Start) -> None:
+def test_without_recomputing_a_full_prefiller_is_told_to_the_client(start: Start) -> None:
     cluster = start(Shape(chunk_tokens=32, max_sequences=1), max_queue=0, on_failure=OnHandoffFailure.ERROR)
     cluster.submit("decode0", PROMPT, "r")
     cluster.settle("prefill0: compute")
     cluster.submit("decode0", [1, *PROMPT], "s")
-    assert [answer(cluster, "r"), answer(cluster, "s")] == ["finished", "handoff_failed"]
+    assert [answer(cluster, "r"), answer(cluster, "s")] == ["finished", "queue_full"]
 
 
 @pytest.mark.parametrize(
