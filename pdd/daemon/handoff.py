@@ -184,6 +184,7 @@ class Handoffs:
 
     def message(self, node: NodeName, message: wire.HandoffMessage) -> bool:
         """News of a handoff. False when it names another one than the present: it is late and changes nothing."""
+        self._replica.poll()  # pages that are all there already are used, whatever the prefiller says
         record = self._side.records.get(message.request)
         handoff = record.handoff if record else None
         if record is None or handoff is None or (handoff.immediate, handoff.node) != (message.immediate, node):
