@@ -13,7 +13,7 @@ from functools import partial
 import structlog
 
 from pdd.base.errors import NoPath, RequestTooLarge
-from pdd.base.ids import Immediate, Incarnation, NodeName, PageId, RequestId
+from pdd.base.ids import Immediate, Incarnation, NodeName, PageId
 from pdd.daemon.balance import Choice, choose_prefiller
 from pdd.daemon.peers import Peer
 from pdd.daemon.records import DecodeRequest, Handoff
@@ -175,12 +175,13 @@ class Handoffs:
             for record in self._side.records.values():
                 handoff = record.handoff
                 if handoff is not None and handoff.incarnation == incarnation:
-                    asyncio.get_running_loop().call_later(self._policy.lease_s, self._expire, record.id)
+                    asyncio.get_running_loop().call_later(self._policy.lease_s, self._expire, record)
         self._replica.poll()
 
-    def _expire(self, request: RequestId) -> None:
-        self._replica.messenger.expire(request)
-        self._replica.poll()
+    def _expire(self, record: DecodeRequest) -> None:
+        if not record.machine.terminal:  # else it was counted after all, and the replica itself may be gone
+            self._replica.messenger.expire(record.id)
+            self._replica.poll()
 
     def message(self, node: NodeName, message: wire.HandoffMessage) -> bool:
         """News of a handoff. False when it names another one than the present: it is late and changes nothing."""
