@@ -316,6 +316,21 @@ def test_preempted_before_the_first_step(start: Start) -> None:
     assert [answer(cluster, "old"), answer(cluster, "young")] == ["finished", "finished"]
 
 
+def test_pages_that_come_back_between_steps_let_a_starved_sequence_go_on(start: Start) -> None:
+    """Nothing else would wake the loop: no step runs, and nobody else is admitted."""
+    cluster = start(decode=Shape(page_tokens=2, num_pages=7, chunk_tokens=32))
+    starved = cluster.submit("decode0", [1, 2], "starved", max_tokens=8)
+    cluster.settle("decode0: plan", "decode0: compute")
+    client = cluster.submit("decode0", PROMPT[:7], "in flight")
+    cluster.settle("prefill0: compute")
+    assert cluster.states("decode0", "in flight")[-1] == "prefilling"
+    assert starved.end is None
+    cluster.call("decode0", lambda _: client.leave())
+    cluster.settle()
+    assert starved.end == "finished"
+    assert answer(cluster, "starved") == "finished"
+
+
 # Fabric endpoints that break, and replicas that start anew.
 
 
