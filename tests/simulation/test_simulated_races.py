@@ -157,7 +157,26 @@ def test_the_same_request_comes_again_while_a_step_still_uses_its_pages(start: S
     cluster.settle("prefill0: compute")
     cluster.pass_time("decode0", "_lease_over")
     cluster.settle("prefill0: compute")
-    assert cluster.states("prefill0", "r")[-1] == "rejected"
+    assert cluster.states("prefill0", "r") == ["received"]
+    assert answer(cluster) == "finished"
+    assert (cluster.states("prefill0", "r")[-1], len(cluster.tickets)) == ("sent", 2)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_one_that_waits_for_an_earlier_step_of_its_own_is_stopped(start: Start, full: bool) -> None:
+    """The pages of that step stay its own until it has ended, and then are nobody's."""
+    cluster = start(Shape(chunk_tokens=32, max_sequences=1), max_queue=0)
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    cluster.pass_time("decode0", "_lease_over")
+    cluster.settle("prefill0: compute")
+    if full:
+        cluster.submit("decode0", [1, *PROMPT], "s")
+        cluster.settle("prefill0: compute")
+    cluster.cancel("prefill0", "r")
+    cluster.settle("prefill0: compute")
+    assert cluster.states("prefill0", "r") == ["received", "cancelled"]
+    assert cluster.daemons[PREFILL].sets[0].set.pool.num_owned == 5
     assert answer(cluster) == "finished"
 
 
