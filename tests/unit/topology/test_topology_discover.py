@@ -143,7 +143,7 @@ def test_what_is_read_of_a_nic(tmp_path: Path) -> None:
     nic = next(nic for nic in machine.nics if nic.name == "mlx5_3")
     assert (nic.kind, nic.interface, nic.gigabits_per_s) == (NicKind.VERBS, "ibp64s0", 400)
     nic = next(nic for nic in machine.nics if nic.name == "eno3")
-    assert (nic.kind, nic.gigabits_per_s) == (NicKind.ETHERNET, 10)
+    assert (nic.kind, nic.gigabits_per_s) == (NicKind.ETHERNET, 1)
 
 
 def test_a_narrow_link_limits_a_fast_port(tmp_path: Path) -> None:
