@@ -248,6 +248,8 @@ DGX_H100 = Tree(
             _connectx7(_switch(nic - 3, nic), int(gpu > 0x80), f"mlx5_{number}", f"ibp{nic}s0"),
         )
     ]
+    # NVSwitches: of NVIDIA, and no GPUs.
+    + [Function(f"pci0000:00/0000:00:11.0/0000:{bus:02x}:00.0", _NVIDIA, "0x068000", 0) for bus in range(5, 9)]
     # Two ports each for storage, on the CPUs' own slots.
     + [
         _connectx7(f"pci0000:{bus - 1:02x}/0000:{bus - 1:02x}:01.0/0000:{bus:02x}:00.{port}", node,

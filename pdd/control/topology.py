@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from pdd.control.commands import Answer
 from pdd.control.render import as_json, mebibytes, table, to_data
 from pdd.topology.check import warnings
 from pdd.topology.discover import propose
-from pdd.topology.discover_sysfs import read_machine
+from pdd.topology.discover_sysfs import SYSFS, read_machine, restricted
 from pdd.topology.discover_yaml import topology_text
 from pdd.topology.load import load
 from pdd.topology.model import Replica, Role, Topology
@@ -43,8 +44,13 @@ def show(path: str) -> Answer:
 
 
 def discover(sysfs: str, role: str) -> Answer:
-    """A topology for the machine whose sysfs it is. Raises OperatorError where it is none."""
+    """A topology for the machine whose sysfs it is; on this one, for the CPUs that this process may use.
+
+    Raises OperatorError where it is no sysfs.
+    """
     machine = read_machine(Path(sysfs))
+    if Path(sysfs) == SYSFS:
+        machine = restricted(machine, os.sched_getaffinity(0))
     ranks = propose(machine)
     text = topology_text(machine, ranks, Role(role)).rstrip("\n")
     return Answer({"machine": to_data(machine), "ranks": [to_data(rank) for rank in ranks]}, text)

@@ -7,7 +7,7 @@ then unknown. Formats: Documentation/ABI/testing/sysfs-bus-pci, sysfs-class-net 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
@@ -90,6 +90,15 @@ def read_machine(sysfs: Path = SYSFS) -> Machine:
     )
 
 
+def restricted(machine: Machine, cpus: Collection[int]) -> Machine:
+    """The machine with these CPUs alone: what a process in a container may use of it."""
+    nodes = [
+        NumaNode(node.number, tuple(kept for core in node.cores if (kept := tuple(c for c in core if c in cpus))))
+        for node in machine.numa_nodes
+    ]
+    return msgspec.structs.replace(machine, numa_nodes=tuple(node for node in nodes if node.cores))
+
+
 def numa_nodes(sysfs: Path = SYSFS) -> tuple[NumaNode, ...]:
     """The nodes that have CPUs. A kernel that knows of none has one, with all CPUs."""
     cpus = sysfs / "devices/system/cpu"
@@ -122,7 +131,7 @@ def _cores(cpus: Path, numbers: list[int]) -> tuple[Core, ...]:
 def _gpus(sysfs: Path) -> Iterator[Device]:
     for link in _entries(sysfs / "bus/pci/devices"):
         classes = _GPU_CLASSES.get(_text(link / "vendor"), ())
-        if _text(link / "class").startswith(classes or "-"):
+        if _text(link / "class").startswith(classes or "-") and not (link / "physfn").exists():
             yield Device(path=_path(link), numa_node=_numa_node(link))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -555,13 +556,19 @@ def test_topology_discover_prints_a_topology(tmp_path: Path, capsys: pytest.Capt
     assert len(shown["machine"]["gpus"]) == 8
 
 
-def test_topology_discover_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_topology_discover_on_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for role in ("prefill", "decode", "colocated"):
         assert main(["topology", "discover", "--role", role]) == 0
         path = tmp_path / f"{role}.yaml"
         path.write_text(capsys.readouterr().out)
         assert main(["topology", "check", str(path)]) == 0
         assert "valid" in capsys.readouterr().out
+    last = max(os.sched_getaffinity(0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {last})
+    assert main(["topology", "discover"]) == 0
+    assert f" {last},  # rank 0" in capsys.readouterr().out, "only what this process may use"
     assert main(["topology", "discover", "--sysfs", str(tmp_path)]) == 1
     assert "no sysfs" in capsys.readouterr().err
     assert main(["topology", "discover", "--role", "both"]) == 2

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from sysfs_machines import DGX_H100, P5, build
 
+from pdd.base.errors import TopologyInvalid
 from pdd.base.ids import NodeName
 from pdd.topology.cores import CpuLists, local_progress_cores, progress_cores
 from pdd.topology.discover_sysfs import Machine, read_machine
+from pdd.topology.load import load
 from pdd.topology.model import Cluster, Model, Node, Parallel, Replica, Role, Topology
 from pdd.topology.nics import port_interfaces
 
@@ -105,3 +107,30 @@ def test_on_this_machine() -> None:
     usable = sorted(os.sched_getaffinity(0))
     replica = Replica(role=Role.PREFILL, cores=(usable[0],))
     assert local_progress_cores(topology(replica), N0, replica) == (tuple(usable[1:]),)
+
+
+@pytest.mark.parametrize(
+    ("written", "fault"),
+    [
+        ("all", "progress_cores: 'all' is none of: auto"),
+        ("3", "progress_cores: '3' is none of: auto"),
+        ("[-1]", "progress_cores[0]: -1 is too small: at least 0"),
+        ("[[a]]", "progress_cores[0][0]: 'a' is not a whole number"),
+        ("[{a: 1}]", "progress_cores[0]: needs one value, not a mapping"),
+    ],
+)
+def test_what_is_no_progress_core(tmp_path: Path, written: str, fault: str) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(
+        f"""\
+version: 1
+cluster: {{key_file: key}}
+model: {{name: toy, path: model}}
+nodes:
+  n0: {{control_port: 7000, http: {{port: 8000}}, replicas: [{{role: colocated, progress_cores: {written}}}]}}
+"""
+    )
+    with pytest.raises(TopologyInvalid) as caught:
+        load(path)
+    assert f"nodes.n0.replicas[0].{fault}" in str(caught.value)
+    assert "\n" not in str(caught.value)

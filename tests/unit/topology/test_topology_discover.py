@@ -25,8 +25,8 @@ from sysfs_machines import (
 )
 
 from pdd.base.errors import OperatorError
-from pdd.topology.discover import Rank, propose
-from pdd.topology.discover_sysfs import Machine, NicKind, cpu_list, numa_nodes, read_machine
+from pdd.topology.discover import Rank, propose, usable_nics
+from pdd.topology.discover_sysfs import Machine, Nic, NicKind, NumaNode, cpu_list, numa_nodes, read_machine, restricted
 
 
 def discovered(tmp_path: Path, tree: Tree) -> tuple[Machine, tuple[Rank, ...]]:
@@ -150,6 +150,41 @@ def test_a_narrow_link_limits_a_fast_port(tmp_path: Path) -> None:
     machine, _ = discovered(tmp_path, P6_B200)
     narrow = next(nic for nic in machine.nics if nic.name == "ibp115s0f0")
     assert narrow.gigabits_per_s == pytest.approx(31.5, abs=0.1)
+
+
+def test_nics_for_other_purposes_are_not_usable(tmp_path: Path) -> None:
+    machine, _ = discovered(tmp_path / "p6", P6_B200)
+    assert {nic.name for nic in usable_nics(machine)} == set(efa(0x4F, 0x50, 0x60, 0x61, 0x71, 0x72, 0x84, 0x85))
+    machine, _ = discovered(tmp_path / "azure", AZURE_ND_H100)
+    assert {nic.name for nic in usable_nics(machine)} == {f"mlx5_ib{i}" for i in range(8)}, "the slow one is left out"
+    machine, _ = discovered(tmp_path / "p5", P5)
+    assert "enp71s0" not in {nic.name for nic in usable_nics(machine)}, "RDMA before Ethernet"
+
+
+def test_of_two_kinds_that_are_equally_fast_the_more_numerous_is_usable() -> None:
+    nics = [
+        Nic(name=f"{kind}{i}", kind=kind, interface=None, gigabits_per_s=rate)
+        for kind, number, rate in ((NicKind.VERBS, 2, 400.0), (NicKind.EFA, 3, None), (NicKind.EFA, 9, 100.0))
+        for i in range(number)
+    ]
+    machine = Machine(gpus=(), nics=tuple(nics), numa_nodes=(), left_out=())
+    assert [nic.name for nic in usable_nics(machine)] == ["efa0", "efa1", "efa2"]
+
+
+def test_a_virtual_gpu_is_not_counted(tmp_path: Path) -> None:
+    root = build(tmp_path / "sys", P4D)
+    (root / "bus/pci/devices/0000:10:1d.0/physfn").symlink_to(root / "bus/pci/devices/0000:10:1c.0")
+    assert len(read_machine(root).gpus) == 7
+
+
+def test_cpus_that_a_container_may_not_use_are_not_proposed(tmp_path: Path) -> None:
+    machine = restricted(read_machine(build(tmp_path / "sys", LAPTOP)), {0, 1, 4})
+    assert machine.numa_nodes == (NumaNode(0, ((0, 4), (1,))),)
+    machine = restricted(read_machine(build(tmp_path / "p5", P5)), range(48))
+    assert [node.number for node in machine.numa_nodes] == [0]
+    taken = {cpu for rank in propose(machine) for core in (*rank.cores, rank.progress_core) for cpu in core}
+    assert taken <= set(range(48))
+    assert taken
 
 
 def test_a_nic_that_is_down_is_left_out_and_named(tmp_path: Path) -> None:

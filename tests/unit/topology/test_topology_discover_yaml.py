@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import sysfs_machines
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from sysfs_machines import BARE, DGX_H100, LAPTOP, P5, Function, Tree, build
 
 from pdd.base.ids import NodeName
 from pdd.topology.check import warnings
 from pdd.topology.discover import propose
-from pdd.topology.discover_sysfs import read_machine
+from pdd.topology.discover_sysfs import Device, Machine, Nic, NicKind, NumaNode, read_machine
 from pdd.topology.discover_yaml import topology_text
 from pdd.topology.load import load
 from pdd.topology.model import Provider, Replica, Role, Topology
@@ -123,3 +125,42 @@ def test_names_that_yaml_would_misread_are_quoted(tmp_path: Path, name: str) -> 
 def test_a_name_cannot_end_a_comment(tmp_path: Path) -> None:
     functions = [Function("pci0000:00/0000:00:03.0", "0x8086", "0x020000", interface="a\x85b", operstate="down")]
     assert "# not used: a?b: not" in proposed(tmp_path, LAPTOP._replace(functions=functions))
+
+
+numbers = st.none() | st.integers(0, 3)
+paths = st.lists(st.sampled_from(["a", "b", "c"]), max_size=3).map(tuple)
+devices = st.builds(Device, path=paths, numa_node=numbers)
+nics_found = st.builds(
+    Nic,
+    path=paths,
+    numa_node=numbers,
+    name=st.sampled_from(["n0", "n1", "n2", "n3"]),
+    kind=st.sampled_from(NicKind),
+    interface=st.none() | st.sampled_from(["eth0", "eth1", "eth2"]),
+    gigabits_per_s=st.none() | st.sampled_from([10.0, 100.0, 400.0]),
+)
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Machine:
+    """Any number of anything, in any place."""
+    found = draw(st.lists(nics_found, max_size=6, unique_by=lambda nic: nic.name))
+    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    first = 0
+    nodes = []
+    for number, size in enumerate(sizes):
+        nodes.append(NumaNode(number, tuple((cpu, cpu + 100) for cpu in range(first, first + size))))
+        first += size
+    gpus = draw(st.lists(devices, max_size=6))
+    return Machine(gpus=tuple(gpus), nics=tuple(found), numa_nodes=tuple(nodes), left_out=())
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(machine=machines(), role=st.sampled_from(Role))
+def test_whatever_a_machine_has_the_proposal_loads(tmp_path: Path, machine: Machine, role: Role) -> None:
+    ranks = propose(machine)
+    assert len({(len(rank.nics), len(rank.cores), bool(rank.progress_core)) for rank in ranks}) == 1, "all alike"
+    taken = [cpu for rank in ranks for core in (*rank.cores, rank.progress_core) for cpu in core]
+    assert len(taken) == len(set(taken))
+    topology = loaded(tmp_path, topology_text(machine, ranks, role))
+    assert warnings(topology) == []
