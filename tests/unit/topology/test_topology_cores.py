@@ -73,9 +73,10 @@ def test_where_none_is_left_threads_run_anywhere(dgx: Machine) -> None:
 
 
 def test_a_nic_of_unknown_place_is_near_to_all(dgx: Machine) -> None:
+    """CPUs 54 and 55 are of node 0, 56 and 57 of node 1."""
     replica = Replica(role=Role.PREFILL, cores=(0, 1))
     for names in (("lo",), ("mlx5_0", "lo"), ()):
-        assert pinned(dgx, topology(replica), (names,), range(4)) == ((2, 3),)
+        assert pinned(dgx, topology(replica), (names,), range(54, 58)) == ((54, 55, 56, 57),)
 
 
 def test_nics_on_two_nodes_allow_both(dgx: Machine) -> None:

@@ -152,6 +152,15 @@ def test_a_narrow_link_limits_a_fast_port(tmp_path: Path) -> None:
     assert narrow.gigabits_per_s == pytest.approx(31.5, abs=0.1)
 
 
+def test_where_the_tree_is_hidden_the_numa_node_decides(tmp_path: Path) -> None:
+    other_way_round = [
+        function._replace(numa_node=1 - function.numa_node) if function.rdma else function
+        for function in AZURE_ND_H100.functions
+    ]
+    _, ranks = discovered(tmp_path, AZURE_ND_H100._replace(functions=other_way_round))
+    assert [nic.name for rank in ranks for nic in rank.nics] == [f"mlx5_ib{i}" for i in (4, 5, 6, 7, 0, 1, 2, 3)]
+
+
 def test_nics_for_other_purposes_are_not_usable(tmp_path: Path) -> None:
     machine, _ = discovered(tmp_path / "p6", P6_B200)
     assert {nic.name for nic in usable_nics(machine)} == set(efa(0x4F, 0x50, 0x60, 0x61, 0x71, 0x72, 0x84, 0x85))
