@@ -9,10 +9,11 @@ from unittest import mock
 
 import msgspec
 import structlog
-from simulated_daemon import Client, Daemon, Observer, max_sequence_tokens
+from simulated_daemon import Client, Daemon, Observer
 from simulated_links import End, connect
 from simulated_port import WatchedPort
 from simulated_ranks import MODEL
+from simulated_replica import max_sequence_tokens
 
 from pdd.base.ids import Incarnation, NodeName, RequestId
 from pdd.engine.toy import continuation
@@ -127,18 +128,20 @@ class Cluster(Observer):
         for port in daemon.ports:
             if port.has_news:
                 yield Action(f"{name}: poll", partial(daemon.loop.read, port.fileno()), daemon)
-        for replica in [it for it in daemon.node.down if it not in daemon.node.replicas]:
-            yield Action(f"{name}: bring up {replica}", partial(daemon.bring_up, replica), daemon)
-        for one in daemon.sets:
-            failed = one.set.failure is not None
-            if failed and daemon.node.side_of(one.set).idle.is_set():
-                yield Action(f"{name}: take down", partial(daemon.take_down, one), daemon)
-            if not failed and one.set.broken.is_set():
-                yield Action(f"{name}: fail", partial(daemon.fail, one), daemon)
-            if one.may_plan:
-                yield Action(f"{name}: plan", one.plan, daemon)
-            if one.computing:
-                yield Action(f"{name}: compute", one.compute, daemon)
+        there = {replica.name for replica in daemon.replicas}
+        for down in [it for it in daemon.node.down if it not in there]:
+            yield Action(f"{name}: bring up {down}", partial(daemon.bring_up, down), daemon)
+        for replica in daemon.replicas:
+            if replica.failed and daemon.is_idle(replica):
+                yield Action(f"{name}: take down", partial(daemon.take_down, replica), daemon)
+            if not replica.failed and replica.broken:
+                yield Action(f"{name}: fail", partial(daemon.fail, replica), daemon)
+            for loop in replica.loops:
+                if loop.may_plan:
+                    yield Action(f"{name}: plan", loop.plan, daemon)
+                for one in loop.sets:
+                    if one.computing:
+                        yield Action(f"{name}: compute", partial(loop.compute, one), daemon)
         for client in daemon.clients:
             if client.has_news:
                 yield Action(f"{name}: read {client.request.id}", client.read, daemon)
@@ -246,9 +249,9 @@ class Cluster(Observer):
             if timer is not None and timer.when() < NEVER_S:
                 what = getattr(timer._callback, "__name__", "")  # type: ignore[attr-defined]
                 yield Action(f"{daemon.name}: timer {what}", partial(daemon.loop.fire, timer), daemon)
-            for one in daemon.sets:
-                if one.set.failure is not None and not daemon.node.side_of(one.set).idle.is_set():
-                    yield Action(f"{daemon.name}: timer shut out", partial(daemon.shut_out, one), daemon)
+            for replica in daemon.replicas:
+                if replica.failed and not daemon.is_idle(replica):
+                    yield Action(f"{daemon.name}: timer shut out", partial(daemon.shut_out, replica), daemon)
 
     # What must hold.
 

@@ -38,6 +38,9 @@ _GRAVE = ("drop", "kill", "executors", "give", "break", "drain")
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
     tp: int = 1
+    dp: int = 1
+    joint: bool = False
+    """The sets of a replica step together: their ranks share experts."""
     page_tokens: int = 4
     num_pages: int = 16
     chunk_tokens: int = 8
@@ -50,13 +53,13 @@ def replica(role: Role, shape: Shape) -> Replica:
     token_bytes = MODEL.num_layers * 2 * (MODEL.num_kv_heads // shape.tp) * MODEL.head_dim * 4
     return Replica(
         role=role,
-        parallel=Parallel(tp=shape.tp),
+        parallel=Parallel(tp=shape.tp, dp=shape.dp, ep=shape.tp * shape.dp if shape.joint else 1),
         page_tokens=shape.page_tokens,
         kv_bytes=shape.num_pages * shape.page_tokens * token_bytes,
         chunk_tokens=shape.chunk_tokens,
         max_sequences=shape.max_sequences,
         prefix_cache=shape.prefix_cache,
-        nics=tuple(tuple(f"nic{number}" for number in range(shape.num_nics)) for _ in range(shape.tp)),
+        nics=tuple(tuple(f"nic{number}" for number in range(shape.num_nics)) for _ in range(shape.tp * shape.dp)),
     )
 
 
@@ -147,6 +150,8 @@ class RandomRun:
         rng = self.random
         shape = Shape(
             tp=rng.choice((1, 1, 2)),
+            dp=(dp := rng.choice((1, 1, 1, 2))),
+            joint=dp > 1 and rng.random() < 0.7,
             page_tokens=page_tokens[role],
             num_pages=rng.choice((32, 48, 80)) // page_tokens[role],
             chunk_tokens=rng.choice((4, 8, 32)),
@@ -268,9 +273,9 @@ class RandomRun:
 
     def _executors(self) -> Iterator[Action]:
         for daemon in self.cluster.daemons.values():
-            for one in daemon.sets:
-                if one.set.failure is None:
-                    yield Action(f"executors: of {one.set.name} die", partial(daemon.fail, one), daemon)
+            for one in daemon.replicas:
+                if not one.failed:
+                    yield Action(f"executors: of {one.name} die", partial(daemon.fail, one), daemon)
 
     def _starts(self) -> Iterator[Action]:
         for name in self.cluster.topology.nodes:

@@ -344,7 +344,7 @@ def test_a_replica_whose_port_breaks_while_it_is_taken_down(start: Start) -> Non
 
     def fail(daemon: Daemon) -> None:
         cluster.fabric.fail(daemon.ports[0], 5)
-        daemon.fail(daemon.sets[0])
+        daemon.fail(daemon.replicas[0])
 
     cluster.call("decode0", fail)
     cluster.step("decode0: take down")
