@@ -13,7 +13,7 @@ from functools import partial
 import structlog
 
 from pdd.base.errors import NoPath, RequestTooLarge
-from pdd.base.ids import Immediate, Incarnation, NodeName, PageId, RequestId
+from pdd.base.ids import Immediate, Incarnation, NodeName, PageId
 from pdd.daemon.balance import Choice, choose_prefiller
 from pdd.daemon.peers import Peer
 from pdd.daemon.records import DecodeRequest, Handoff
@@ -171,15 +171,28 @@ class Handoffs:
         messenger = self._replica.messenger
         messenger.revoke(incarnation)
         if not messenger.fences:
-            for record in self._side.records.values():
+            for record in list(self._side.records.values()):
                 handoff = record.handoff
-                if handoff is not None and handoff.incarnation == incarnation:
-                    asyncio.get_running_loop().call_later(self._policy.lease_s, self._expire, record.id)
+                if handoff is not None and handoff.incarnation == incarnation and not handoff.shut_out:
+                    self._wait_for_late_writes(record, handoff)
         self._replica.poll()
 
-    def _expire(self, request: RequestId) -> None:
-        self._replica.messenger.expire(request)
-        self._replica.poll()
+    def _wait_for_late_writes(self, record: DecodeRequest, handoff: Handoff) -> None:
+        """In the place of its lease: nobody is left to be asked or fenced."""
+        if record.machine.state is not DecodeState.DRAINING:
+            return  # an earlier handoff of a request that has got on
+        handoff.shut_out = True
+        if record.lease is not None:
+            record.lease.cancel()
+        lease_s, provider = self._policy.lease_s, self._replica.provider
+        record.lease = asyncio.get_running_loop().call_later(lease_s, self._expire, record, handoff)
+        reason = f"{provider} does not fence: late writes may come for {lease_s:g} s, so long the pages are nobody's"
+        self._side.feed(record, e.HandoffFailed(reason))
+
+    def _expire(self, record: DecodeRequest, handoff: Handoff) -> None:
+        if record.handoff is handoff:  # else late writes have completed that one, and this is the next one's time
+            self._replica.messenger.expire(record.id)
+            self._replica.poll()
 
     def message(self, node: NodeName, message: wire.HandoffMessage) -> bool:
         """News of a handoff. False when it names another one than the present: it is late and changes nothing."""
@@ -236,9 +249,14 @@ class Handoffs:
             if record.machine.state in _IN_FLIGHT:  # our own port broke: nobody had to fail before
                 self._failed(record, "a fabric port of this replica failed")
             self._control.metrics.handoffs.labels("fenced" if event.fenced else "drained").inc()
-            self._side.feed(
-                record, e.Drained("the peer's key is closed" if event.fenced else "all posted writes counted")
-            )
+            self._side.feed(record, e.Drained(self._why_safe(event)))
+
+    def _why_safe(self, event: transfer.Drained) -> str:
+        if not event.fenced:
+            return "all posted writes counted"
+        if self._replica.messenger.fences:
+            return "the peer's key is closed"
+        return "the peer's key is closed, and the time of its late writes is over"
 
     def _verify(self, record: DecodeRequest, handoff: Handoff, plan: DigestPlan, event: transfer.Arrived) -> None:
         """All pieces are in place: are they those that were sent?"""

@@ -93,9 +93,13 @@ class Node:
             self._pair(peer)
 
     def shut_out_all(self, replica: ReplicaSet, reason: str) -> None:
-        """Ends what still goes on between a set and any peer, as if every link were lost."""
+        """Ends what still goes on between a set, which is about to be removed and closed, and any peer, as if every
+        link were lost long ago."""
         for peer in list(self.peers):
             self.side_of(replica).peer_down(peer.node, peer.incarnation, reason)
+        if replica.role is Role.DECODE:
+            replica.messenger.expire_all()
+            replica.poll()
 
     def remove_set(self, replica: ReplicaSet) -> None:
         """It is no more."""

@@ -177,6 +177,11 @@ class MessengerGroup:
         for port in self._ports:
             port.expire(request)
 
+    def expire_all(self) -> None:
+        """No late write matters any more: the memory is given up next, and the ports before it."""
+        for request in list(self._inbound):
+            self.expire(request)
+
     def forget(self, request: RequestId) -> None:
         """Frees what an arrived handoff still holds; unknown ones hold nothing."""
         inbound = self._inbound.get(request)

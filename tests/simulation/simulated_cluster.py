@@ -46,10 +46,10 @@ class Action(msgspec.Struct, frozen=True):
 class Cluster(Observer):
     """All daemons of a topology, started and not yet connected. `trace` tells what was done."""
 
-    def __init__(self, topology: Topology, seed: int = 0) -> None:
+    def __init__(self, topology: Topology, seed: int = 0, *, fences: bool = True) -> None:
         self.topology = topology
         self.random = random.Random(seed)
-        self.fabric = LoopbackFabric(seed)
+        self.fabric = LoopbackFabric(seed, fences=fences)
         self.trace: list[str] = []
         self.clients: list[Client] = []
         self.tickets: list[wire.PrefillRequest] = []

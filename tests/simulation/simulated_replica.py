@@ -157,13 +157,22 @@ class SimulatedSet:
             self.set.admission.learn(1)  # answers look short, so that pools are filled and sequences preempted
         self.ports: list[WatchedPort] = []
         if config.role is not Role.COLOCATED:
-            self._open_fabric(config, fabric, by_key)
+            self._open_fabric(config, fabric, by_key, loop, topology.handoff.lease_s)
 
-    def _open_fabric(self, config: ReplicaConfig, fabric: LoopbackFabric, by_key: dict[int, WatchedPort]) -> None:
+    def _open_fabric(
+        self,
+        config: ReplicaConfig,
+        fabric: LoopbackFabric,
+        by_key: dict[int, WatchedPort],
+        loop: ManualLoop,
+        late_s: float,
+    ) -> None:
         one, messengers = self.set, []
         for memory in self.ranks.memories:
             for _ in range(config.num_nics):
-                port = WatchedPort.open(fabric, memory, one.pool, by_key, self._complain)
+                port = WatchedPort.open(
+                    fabric, memory, one.pool, by_key, self._complain, now_s=loop.time, late_s=late_s
+                )
                 watch = port.watch(self.ranks.counter_address, -1) if config.role is Role.PREFILL else None
                 messengers.append(Messenger(port, one.layout, memory.address, watch))
                 self.ports.append(port)

@@ -85,7 +85,7 @@ class RandomRun:
         self.seed = seed
         self.random = random.Random(seed)
         self._rates = self._fault_rates()
-        self.cluster = Cluster(self._topology(), seed)
+        self.cluster = Cluster(self._topology(), seed, fences=self.random.random() < 0.75)
         self._front = next(name for name, it in self.cluster.topology.nodes.items() if it.http)
         self._num_requests = self.random.randint(2, 8)
         self._num_submitted = 0

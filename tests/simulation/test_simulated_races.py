@@ -34,13 +34,14 @@ def start() -> Iterator[Start]:
         *,
         together: bool = False,
         max_queue: int = 8,
+        fences: bool = True,
         **handoff: object,
     ) -> Cluster:
         prefiller = replica(Role.PREFILL, prefill or Shape(chunk_tokens=32))
         decoder = replica(Role.DECODE, decode or Shape(chunk_tokens=32))
         nodes = {"decode0": (decoder, prefiller)} if together else {"decode0": (decoder,), "prefill0": (prefiller,)}
         policy = Handoff(**{"local_prefill_tokens": 2, "lease_s": 10.0} | handoff)  # type: ignore[arg-type]
-        cluster = Cluster(topology(nodes, handoff=policy, max_queue=max_queue))
+        cluster = Cluster(topology(nodes, handoff=policy, max_queue=max_queue), fences=fences)
         started.append(cluster)
         cluster.settle()
         return cluster
@@ -58,6 +59,13 @@ def answer(cluster: Cluster, request: str = "r") -> str:
         assert tuple(client.tokens) == expected(client.request.prompt, client.request.sampling.max_tokens)
     assert client.end is not None
     return client.end
+
+
+def story(cluster: Cluster, node: str, request: str) -> list[str]:
+    """The reasons of what a request has been through on a node."""
+    daemon = cluster.daemons[NodeName(node)].node
+    found, *_ = daemon.stories.find(daemon.running(), request, 0.0)
+    return [line.reason for line in found.lines]
 
 
 def prefill_set(cluster: Cluster) -> ReplicaName:
@@ -316,6 +324,102 @@ def test_preempted_before_the_first_step(start: Start) -> None:
     cluster.settle()
     assert cluster.states("decode0", "young").count("ready") > 1
     assert [answer(cluster, "old"), answer(cluster, "young")] == ["finished", "finished"]
+
+
+def test_without_a_fence_pages_wait_for_late_writes(start: Start) -> None:
+    """The prefiller that was shut out does not know it, and what it posts is still placed."""
+    cluster = start(fences=False)
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    cluster.daemons[DECODE].links.up[PREFILL].close("ending", "silent")
+    cluster.settle("prefill0: compute", "prefill0<-decode0", "dial")
+    cluster.cancel("decode0", "r")
+    cluster.step("prefill0: compute")
+    cluster.step("prefill0: compute")
+    (target,) = cluster.daemons[DECODE].ports
+    cluster.settle("prefill0: compute", "prefill0<-decode0", "dial")
+    assert target.arrived(cluster.tickets[0].immediates[0]), "late writes came"
+    pool = cluster.daemons[DECODE].sets[0].set.pool
+    assert pool.num_quarantined == 6
+    cluster.pass_time("decode0", "_expire")
+    assert pool.num_quarantined == 0
+    reasons = story(cluster, "decode0", "r")
+    assert any("late writes may come for 10 s" in reason for reason in reasons)
+    assert "the time of its late writes is over" in reasons[-1]
+    assert answer(cluster) == "cancelled"
+
+
+def test_without_a_fence_each_handoff_of_a_request_waits_for_its_own_late_writes(start: Start) -> None:
+    """Those of the first have completed it. The time that they would have had does not end the second."""
+    cluster = start(Shape(chunk_tokens=32, prefix_cache=False), fences=False, retries=1)
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    compute_all_but_the_report(cluster)
+    (target,) = cluster.daemons[DECODE].ports
+    cluster.fabric.hold(target)
+    cluster.settle()
+    assert cluster.states("prefill0", "r")[-1] == "sent", "all is on its way"
+    cluster.daemons[DECODE].links.up[PREFILL].close("ending", "silent")
+    cluster.settle()
+    assert cluster.states("decode0", "r")[-1] == "draining"
+    cluster.call("decode0", lambda _: cluster.fabric.let_go(target))
+    cluster.settle("prefill0: compute")
+    assert cluster.states("decode0", "r")[-1] == "prefilling", "again"
+    cluster.daemons[DECODE].links.up[PREFILL].close("ending", "silent")
+    cluster.settle("prefill0: compute")
+    cluster.pass_time("decode0", "_expire")
+    assert cluster.states("decode0", "r")[-1] == "draining"
+    cluster.pass_time("decode0", "_expire")
+    assert cluster.states("decode0", "r")[-1] != "draining"
+    assert answer(cluster) == "finished"
+
+
+def test_without_a_fence_a_failed_replica_goes_down_all_the_same(start: Start) -> None:
+    cluster = start(fences=False)
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    cluster.call("decode0", lambda daemon: daemon.fail(daemon.replicas[0]))
+    cluster.step("decode0: timer shut out", cluster.timers())
+    assert answer(cluster) in {"replica_failed", "finished"}
+
+
+# Replicas of several sets.
+
+
+@pytest.mark.parametrize("where", ["decode0", "prefill0"])
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_rank_of_one_set_takes_the_replica_down(start: Start, joint: bool, where: str) -> None:
+    two = Shape(dp=2, joint=joint, chunk_tokens=32, max_sequences=1)
+    cluster = start(two, two)
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    for name in ("decode0", "prefill0"):
+        cluster.call(name, lambda daemon: daemon.beat())
+    cluster.settle("prefill0: compute")
+    cluster.submit("decode0", [1, *PROMPT], "s")
+    cluster.settle("prefill0: compute")
+    assert all(one.set.admission.num_admitted for one in cluster.daemons[NodeName(where)].sets), "each has a request"
+    cluster.call(where, lambda daemon: cluster.fabric.fail(daemon.ports[1], 5))
+    ends = {answer(cluster, "r"), answer(cluster, "s")}
+    assert ends <= ({"finished"} if where == "prefill0" else {"replica_failed", "no_path"})
+    cluster.submit("decode0", [2, *PROMPT], "t")
+    assert answer(cluster, "t") == "finished"
+    assert cluster.states("prefill0", "t")[-1] == "sent", "both sets are there again"
+
+
+def test_sets_with_joint_steps_wait_for_each_other(start: Start) -> None:
+    cluster = start(Shape(dp=2, joint=True, chunk_tokens=32))
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    busy, idle = sorted(cluster.daemons[PREFILL].sets, key=lambda one: -one.set.admission.num_admitted)
+    assert (busy.in_step, idle.in_step) == (True, True), "the one without work takes part"
+    (loop,) = cluster.daemons[PREFILL].replicas[0].loops
+    while idle.computing:
+        cluster.call("prefill0", lambda _: loop.compute(idle))
+    cluster.submit("decode0", [1, *PROMPT], "s")
+    cluster.settle("prefill0: compute")
+    assert not loop.may_plan
+    assert [answer(cluster, "r"), answer(cluster, "s")] == ["finished", "finished"]
 
 
 # Fabric endpoints that break, and replicas that start anew.
