@@ -202,15 +202,19 @@ class Handoffs:
             return False
         match message:
             case wire.PrefillAccepted():
-                if record.machine.allows(e.PrefillerAccepted):
+                if record.machine.allows(e.PrefillerAccepted) and not handoff.accepted:
+                    handoff.accepted = True
                     self._side.feed(record, e.PrefillerAccepted(f"{node} took it in"))
             case wire.PrefillEnded():
-                self._prefill_ended(record, message)
+                if not handoff.ended:
+                    handoff.ended = True
+                    self._prefill_ended(record, message)
             case wire.PrefillDigests():
                 handoff.their_digests = message.digests
                 self._compare(record, handoff)
             case wire.PrefillRejected():
-                self._over(record, f"{handoff.prefiller} rejected it: {message.reason}")
+                if record.machine.state in _IN_FLIGHT:
+                    self._over(record, f"{handoff.prefiller} rejected it: {message.reason}")
                 self._replica.messenger.rejected(record.id, handoff.immediate)
             case wire.PrefillStopped():
                 if record.machine.state in _IN_FLIGHT:

@@ -49,7 +49,8 @@ class PrefillSide(Side[PrefillJob]):
         job = self.records.get(message.request)
         if job is None or job.ticket.immediates[0] != message.immediate or job.node != node:
             return False
-        self.feed(job, e.CancelAsked("the decoder cancelled"))
+        if job.machine.state is not PrefillState.DRAINING:
+            self.feed(job, e.CancelAsked("the decoder cancelled"))
         return True
 
     def cancel(self, request: RequestId, reason: str) -> None:
@@ -107,6 +108,7 @@ class PrefillSide(Side[PrefillJob]):
         """Raises PddError when the ticket does not fit what we know of its sender."""
         if self._replica.admission.is_admitted(job.id):
             raise BadTicket(f"the step that runs still uses the pages of an earlier ticket of request {job.id}")
+        self._replica.check_prompt(job.prompt)
         peer = self.control.peers.get(job.node)
         info = peer.replicas.get(job.ticket.target_replica) if peer else None
         if info is None:

@@ -27,7 +27,7 @@ class Observer:
     def complain(self, problem: str) -> None:
         raise NotImplementedError
 
-    def output_sent(self, output: TokenOutput) -> None: ...
+    def output_sent(self, peer: NodeName, output: TokenOutput) -> None: ...
 
     def ticket_sent(self, node: NodeName, ticket: wire.PrefillRequest) -> None: ...
 
@@ -39,7 +39,7 @@ class WatchedNode(Node):
         if isinstance(message, wire.PrefillRequest):
             self.observer.ticket_sent(self.name, message)
         if isinstance(message, wire.Output):
-            self.observer.output_sent(message.output)
+            self.observer.output_sent(peer, message.output)
         return super().send(peer, message)
 
 

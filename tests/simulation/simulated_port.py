@@ -74,9 +74,10 @@ class WatchedPort(LoopbackPort):
         super().release(memory)
 
     def complete(self, message: Message) -> None:
-        request = self.by_key[message.write.spec.key].tickets[message.write.spec.immediate].request
+        target = self.by_key.get(message.write.spec.key)
+        request = target.tickets[message.write.spec.immediate].request if target is not None else None
         page = PageId(self.memory.page_at(message.source_address))
-        if page not in owned_by(self.pool, request):
+        if request is not None and page not in owned_by(self.pool, request):
             self.complain(f"page {page} is sent for {request}, which does not own it")
         super().complete(message)
 

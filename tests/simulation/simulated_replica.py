@@ -200,7 +200,7 @@ class SimulatedSet:
     def problems(self) -> list[str]:
         messenger, name = self.set._messenger, self.set.name
         found = [f"{name}: {problem}" for problem in self.set.problems()]
-        if messenger is not None and (messenger.counters.contradictions or messenger.counters.strays):
+        if messenger is not None and (messenger.counters.strays):
             found.append(f"{name}: {messenger.counters}")
         return found
 

@@ -11,6 +11,7 @@ import msgspec
 from simulated_cluster import NEVER_S, Action, Cluster, Violation, expected
 from simulated_daemon import Client, Daemon
 from simulated_ranks import MODEL
+from simulated_stranger import STRANGER
 
 from pdd.base.ids import NodeName, RequestId
 from pdd.fabric.loopback_port import LoopbackPort
@@ -65,7 +66,7 @@ def replica(role: Role, shape: Shape) -> Replica:
 
 def topology(nodes: Mapping[str, tuple[Replica, ...]], handoff: Handoff | None = None, max_queue: int = 8) -> Topology:
     """HTTP is on a node without replicas, where there is one, else on the first that decodes."""
-    front = next((name for name, it in nodes.items() if not it), None)
+    front = next((name for name, it in nodes.items() if not it and name != STRANGER), None)
     front = front or next(name for name, it in nodes.items() if any(one.role is not Role.PREFILL for one in it))
     return Topology(
         version=1,
@@ -94,7 +95,7 @@ class RandomRun:
 
     @property
     def calm(self) -> bool:
-        """Nothing goes wrong in this run."""
+        """Nothing goes wrong in this run, though a stranger may say what it likes."""
         return not self._rates
 
     def run(self) -> None:
@@ -107,8 +108,12 @@ class RandomRun:
             cluster.do(rng.choices(actions, [self._weight(it.label) for it in actions])[0])
         cluster.finish()
         if self.calm:
-            unserved = [f"{it.request.id}: {it.end}" for it in cluster.clients
-                        if it.end not in {"finished", "stopped"}]  # fmt: skip
+            served = {"finished", "stopped"}
+            if cluster.stranger is not None:  # it takes places in line, and handoffs that it does not make
+                served.add("queue_full")
+                if cluster.topology.handoff.on_failure is OnHandoffFailure.ERROR:
+                    served |= {"handoff_failed", "no_path"}
+            unserved = [f"{it.request.id}: {it.end}" for it in cluster.clients if it.end not in served]
             if unserved:
                 raise Violation(f"nothing went wrong, yet {unserved}")
 
@@ -134,6 +139,8 @@ class RandomRun:
                 nodes[name] = (self._replica(rng.choice(roles), page_tokens),)
         if rng.random() < 0.4:
             nodes["front"] = ()
+        if rng.random() < (0.5 if self.calm else 0.15):
+            nodes[STRANGER] = ()
         order = list(nodes)
         rng.shuffle(order)
         handoff = Handoff(
@@ -190,6 +197,8 @@ class RandomRun:
             yield Action("client: submit", self._submit)
         for daemon in self.cluster.daemons.values():
             yield Action(f"{daemon.name}: beat", daemon.beat, daemon)
+        if self.cluster.stranger is not None:
+            yield Action(f"{STRANGER}: speak", self.cluster.stranger.speak)
 
     def _is_served(self, front: Daemon) -> bool:
         return bool(front.node.peers.candidates(frozenset({Role.DECODE.value}))) or self.random.random() < 0.01
@@ -279,7 +288,7 @@ class RandomRun:
 
     def _starts(self) -> Iterator[Action]:
         for name in self.cluster.topology.nodes:
-            if name not in self.cluster.daemons:
+            if name not in self.cluster.daemons and name != STRANGER:
                 yield Action(f"start: {name}", partial(self.cluster.start, name))
 
     def _break(self, daemon: Daemon) -> None:

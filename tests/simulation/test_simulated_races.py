@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +12,8 @@ from simulated_daemon import Daemon
 from simulated_schedule import Shape, replica, topology
 
 from pdd.base.errors import RemoteProtocolError
-from pdd.base.ids import Immediate, NodeName, ReplicaName
+from pdd.base.ids import Immediate, NodeName, ReplicaName, RequestId
+from pdd.lifecycle.request import GenerateRequest, SamplingParams
 from pdd.topology.model import Handoff, OnHandoffFailure, Role, Verify
 from pdd.wire import messages as wire
 from pdd.wire.codec import Decoder, encode
@@ -203,6 +205,8 @@ def test_without_recomputing_a_full_prefiller_fails_the_request(start: Start) ->
         {"lease_s": float("nan")},
         {"target_incarnation": "another"},
         {"prompt": (1,)},
+        {"prompt": (1 << 40,) * 21},
+        {"prompt": (-1,) * 21},
         {"prompt": ()},
     ],
 )
@@ -469,6 +473,82 @@ def test_a_daemon_dies_and_comes_back(start: Start, name: str) -> None:
     assert answer(cluster) == ("gone" if name == "decode0" else "finished")
     cluster.submit("decode0", PROMPT, "s")
     assert answer(cluster, "s") == "finished"
+
+
+@pytest.mark.parametrize("held", ["prefill0: compute", "decode0: compute", "fabric"])
+def test_a_flood_of_the_same_news_leaves_no_trace(start: Start, held: str) -> None:
+    cluster = start()
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle(held)
+    (ticket,) = cluster.tickets
+    named: dict[str, Any] = {"request": ticket.request, "immediate": ticket.immediates[0]}
+    decoder, prefiller = (cluster.daemons[name].links.incarnation for name in (DECODE, PREFILL))
+    for message in (
+        wire.PrefillAccepted(**named),
+        wire.PrefillEnded(**named, num_cached_tokens=0, compute_s=0.0),
+        wire.PrefillRejected(**named, code="", reason="no"),
+        wire.PrefillStopped(**named, num_pieces=(-1,), reason="no"),
+    ):
+        for _ in range(20):
+            cluster.call("decode0", lambda it, message=message: it.node.message(PREFILL, prefiller, message))  # type: ignore[misc]
+    for message in (wire.CancelPrefill(**named), ticket):
+        for _ in range(20):
+            cluster.call("prefill0", lambda it, message=message: it.node.message(DECODE, decoder, message))  # type: ignore[misc]
+    for name in ("decode0", "prefill0"):
+        assert len(cluster.states(name, "r")) < 12
+    for daemon in cluster.daemons.values():
+        for one in daemon.sets:
+            one.set.messenger._counters.contradictions = 0
+            for port in one.set.messenger._ports:
+                port.counters.contradictions = 0
+    assert answer(cluster) == "finished"
+
+
+def test_a_peer_that_announces_ever_more_replicas_is_not_remembered(start: Start) -> None:
+    cluster = start()
+    node = cluster.daemons[PREFILL].node
+    incarnation = cluster.daemons[DECODE].links.incarnation
+    (info,) = node.peers.known(DECODE).replicas.values()
+    for number in range(50):
+        name = ReplicaName(f"decode0/{number}")
+        grant = wire.Grant(replica=name, rank=0, nic=0, address=b"", key=1, base=0)
+        announce = wire.Announce(replicas=(msgspec.structs.replace(info, name=name),))
+        for message in (announce, grant, msgspec.structs.replace(grant, rank=number + 1)):
+            cluster.call("prefill0", lambda it, message=message: it.node.message(DECODE, incarnation, message))  # type: ignore[misc]
+    (known,) = cluster.daemons[PREFILL].sets[0].set.messenger._replicas.values()
+    assert list(known.grants) == [(0, 0)]
+
+
+def test_nobody_speaks_for_another_node(start: Start) -> None:
+    cluster = start()
+    node, incarnation = cluster.daemons[DECODE].node, cluster.daemons[PREFILL].links.incarnation
+    (info,) = node._announcement().replicas
+    cluster.call("decode0", lambda _: node.message(PREFILL, incarnation, wire.Announce(replicas=(info,))))
+    assert node.peers.known(PREFILL).replicas == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": ()},
+        {"prompt": (-1, 2, 3)},
+        {"prompt": (1, 50_000, 3)},
+        {"prompt": (1,) * 600},
+        {"timeout_s": float("nan")},
+        {"timeout_s": -1.0},
+        {"sampling": SamplingParams(max_tokens=0)},
+        {"sampling": SamplingParams(max_tokens=1, temperature=float("nan"))},
+        {"sampling": SamplingParams(max_tokens=1, logit_bias={1: float("inf")})},
+    ],
+)
+def test_a_peer_submits_what_nobody_could_serve(start: Start, change: dict[str, Any]) -> None:
+    cluster = start()
+    request = GenerateRequest(id=RequestId("bad"), prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=1))
+    submit = wire.Submit(replica=ReplicaName("decode0/0"), request=msgspec.structs.replace(request, **change))
+    incarnation = cluster.daemons[PREFILL].links.incarnation
+    cluster.call("decode0", lambda daemon: daemon.node.message(PREFILL, incarnation, submit))
+    assert not list(cluster.daemons[DECODE].node.running())
+    cluster.finish()
 
 
 def test_a_stale_message_changes_nothing(start: Start) -> None:
