@@ -291,8 +291,8 @@ class Cluster(Observer):
     def check(self, changed: Iterable[Daemon]) -> None:
         """What the fabric does is watched by the ports; the rest is seen in the daemon that has done something."""
         problems = self._problems + [it for daemon in changed for it in daemon.problems()]
-        expected = TO_STRANGERS if self.stranger is not None else ()
-        problems += [str(it) for it in self._log if it["log_level"] == "error" and it["event"] not in expected]
+        told = TO_STRANGERS if self.stranger is not None else ()
+        problems += [str(it) for it in self._log if it["log_level"] == "error" and it["event"] not in told]
         self._log.clear()
         for client in self.clients:
             if client.daemon not in changed:

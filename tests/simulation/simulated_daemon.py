@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, cast
 
@@ -11,11 +12,14 @@ from simulated_loop import ManualLoop
 from simulated_port import WatchedPort
 from simulated_replica import LoopClock, SimulatedReplica, SimulatedSet
 
-from pdd.base.errors import GoingDown, PddError, ReplicaFailed
+from pdd.base.errors import GoingDown, PddError, QueueFull, ReplicaFailed
 from pdd.base.ids import Incarnation, NodeName, ReplicaName, RequestId
 from pdd.daemon.node import Node
+from pdd.engine.admission import RETRY_AFTER_S
 from pdd.fabric.loopback import LoopbackFabric
-from pdd.lifecycle.request import GenerateRequest, TokenOutput
+from pdd.http.faults import fault_of
+from pdd.http.sequences import GenerationFailed
+from pdd.lifecycle.request import ErrorInfo, GenerateRequest, TokenOutput
 from pdd.topology.model import Topology
 from pdd.wire import messages as wire
 from pdd.wire.links import Links
@@ -79,8 +83,19 @@ class Client:
         self.tokens += output.tokens
         if output.last:
             self.end = output.error.code if output.error is not None else "finished"
+            if output.error is not None:
+                self._check_error(output.error)
             with suppress(StopAsyncIteration):
                 self._stream.__anext__().send(None)
+
+    def _check_error(self, error: ErrorInfo) -> None:
+        """Who is told to come again is told when."""
+        fault = fault_of(GenerationFailed(error))
+        if (error.code == QueueFull.code) != ("Retry-After" in fault.headers()):
+            self.daemon.node.observer.complain(f"{self.request.id} is answered with {fault}")
+        low, high = RETRY_AFTER_S
+        if error.code == QueueFull.code and not low <= (error.retry_after_s or 0) <= high:
+            self.daemon.node.observer.complain(f"{self.request.id} may come again after {error.retry_after_s} s")
 
     def leave(self) -> None:
         self._close("cancelled")
@@ -212,7 +227,16 @@ class Daemon:
         found = [problem for one in self.sets for problem in one.problems()]
         if num_broken := self.node.metrics.broken_invariants._value.get():
             found.append(f"{self.name}: {num_broken:g} broken invariants")
-        return found
+        return found + list(self._overdue())
+
+    def _overdue(self) -> Iterator[str]:
+        """A deadline counts from the submission, whatever the request waits for."""
+        now_s = self.loop.time()
+        for side in self.node._decode.values():
+            for record in side.records.values():
+                late_s = now_s - record.machine.story[0].at_s - (record.request.timeout_s or float("inf"))
+                if late_s > 0 and not record.machine.ending:
+                    yield f"{record.id} is {late_s:g} s over its deadline: {record.machine.tell()}"
 
     def remains(self) -> list[str]:
         found = [what for one in self.sets if one.set.failure is None for what in one.remains()]

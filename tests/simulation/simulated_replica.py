@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import msgspec
+from simulated_fairness import Fairness
 from simulated_loop import ManualLoop
 from simulated_port import WatchedPort, owned_by
 from simulated_ranks import MODEL, SimulatedRanks
@@ -153,6 +154,7 @@ class SimulatedSet:
             name, config, _PACKED, shape, max_sequence_tokens=max_sequence_tokens(topology),
             max_queue=topology.limits.max_queue, clock=LoopClock(loop), work=work,
         )  # fmt: skip
+        self._fairness = Fairness(self.set, config.chunk_tokens, config.max_sequences)
         for _ in range(100):
             self.set.admission.learn(1)  # answers look short, so that pools are filled and sequences preempted
         self.ports: list[WatchedPort] = []
@@ -183,6 +185,8 @@ class SimulatedSet:
     def begin(self, plan: StepPlan | None, joint: bool) -> None:
         step = plan.step if plan is not None else Step(number=0, release=[], start=[], rows=[])
         self._plan, self._sampled = plan, []
+        for problem in self._fairness.planned(plan) if plan is not None else ():
+            self._complain(f"{self.set.name}: {problem}")
         self._step = msgspec.structs.replace(step, joint=True) if joint else step
         self._run = self._steps()
         self.in_step = self.computing = True

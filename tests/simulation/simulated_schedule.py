@@ -86,9 +86,13 @@ class RandomRun:
         self.seed = seed
         self.random = random.Random(seed)
         self._rates = self._fault_rates()
+        self._overloaded = self.random.random() < 0.12
+        """Requests come in bursts, long and short ones, more than the lines take."""
+        if self._overloaded and self._rates:
+            self._rates.setdefault("timer", 0.01)
         self.cluster = Cluster(self._topology(), seed, fences=self.random.random() < 0.75)
         self._front = next(name for name, it in self.cluster.topology.nodes.items() if it.http)
-        self._num_requests = self.random.randint(2, 8)
+        self._num_requests = self.random.randint(12, 24) if self._overloaded else self.random.randint(2, 8)
         self._num_submitted = 0
         self._speeds: dict[str, float] = {}
         self._stems = [[self.random.randrange(MODEL.vocab_size) for _ in range(24)] for _ in range(2)]
@@ -108,7 +112,7 @@ class RandomRun:
             cluster.do(rng.choices(actions, [self._weight(it.label) for it in actions])[0])
         cluster.finish()
         if self.calm:
-            served = {"finished", "stopped"}
+            served = {"finished", "stopped"} | ({"queue_full"} if self._overloaded else set())
             if cluster.stranger is not None:  # it takes places in line, and handoffs that it does not make
                 served.add("queue_full")
                 if cluster.topology.handoff.on_failure is OnHandoffFailure.ERROR:
@@ -194,7 +198,7 @@ class RandomRun:
     def _steps_of_clients(self) -> Iterator[Action]:
         front = self.cluster.daemons.get(self._front)
         if front is not None and self._num_submitted < self._num_requests and self._is_served(front):
-            yield Action("client: submit", self._submit)
+            yield Action("client: submit", self._burst if self._overloaded else self._submit)
         for daemon in self.cluster.daemons.values():
             yield Action(f"{daemon.name}: beat", daemon.beat, daemon)
         if self.cluster.stranger is not None:
@@ -203,10 +207,16 @@ class RandomRun:
     def _is_served(self, front: Daemon) -> bool:
         return bool(front.node.peers.candidates(frozenset({Role.DECODE.value}))) or self.random.random() < 0.01
 
+    def _burst(self) -> None:
+        for _ in range(min(self.random.randint(2, 8), self._num_requests - self._num_submitted)):
+            self._submit()
+
     def _submit(self) -> None:
         rng = self.random
         stem = rng.choice(self._stems)[: rng.randint(0, 16)]
         prompt = stem + [rng.randrange(MODEL.vocab_size) for _ in range(rng.randint(1, 10))]
+        if self._overloaded:
+            prompt = prompt[-4:] if rng.random() < 0.7 else [*self._stems[0], *prompt[-3:]]
         max_tokens = rng.randint(1, 6)
         stops = (rng.choice(expected(tuple(prompt), max_tokens)),) if rng.random() < 0.2 else ()
         is_short = rng.random() < 0.2 and "timer" in self._rates

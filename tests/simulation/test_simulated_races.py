@@ -491,9 +491,9 @@ def test_a_flood_of_the_same_news_leaves_no_trace(start: Start, held: str) -> No
     ):
         for _ in range(20):
             cluster.call("decode0", lambda it, message=message: it.node.message(PREFILL, prefiller, message))  # type: ignore[misc]
-    for message in (wire.CancelPrefill(**named), ticket):
+    for again in (wire.CancelPrefill(**named), ticket):
         for _ in range(20):
-            cluster.call("prefill0", lambda it, message=message: it.node.message(DECODE, decoder, message))  # type: ignore[misc]
+            cluster.call("prefill0", lambda it, again=again: it.node.message(DECODE, decoder, again))  # type: ignore[misc]
     for name in ("decode0", "prefill0"):
         assert len(cluster.states(name, "r")) < 12
     for daemon in cluster.daemons.values():
