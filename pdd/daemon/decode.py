@@ -51,6 +51,8 @@ class DecodeSide(Side[DecodeRequest]):
         """Takes a request in. Raises BadRequest or QueueFull when it cannot be served; then nothing is kept."""
         if request.id in self.records:
             raise BadRequest(f"request {request.id} is running already", param="id")
+        self._replica.check_prompt(request.prompt)
+        request.check()
         max_tokens = request.sampling.max_tokens
         self._replica.admission.enqueue(request.id, request.prompt, len(request.prompt), max_tokens)
         now_s = self.control.clock.now_s()

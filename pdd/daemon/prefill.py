@@ -51,7 +51,8 @@ class PrefillSide(Side[PrefillJob]):
         job = self.records.get(message.request)
         if job is None or job.ticket.immediates[0] != message.immediate or job.node != node:
             return False
-        self.feed(job, e.CancelAsked("the decoder cancelled"))
+        if job.machine.state is not PrefillState.DRAINING:
+            self.feed(job, e.CancelAsked("the decoder cancelled"))
         return True
 
     def cancel(self, request: RequestId, reason: str) -> None:
@@ -111,6 +112,7 @@ class PrefillSide(Side[PrefillJob]):
 
     def _accept(self, job: PrefillJob) -> None:
         """Raises PddError when the ticket does not fit what we know of its sender."""
+        self._replica.check_prompt(job.prompt)
         peer = self.control.peers.get(job.node)
         info = peer.replicas.get(job.ticket.target_replica) if peer else None
         if info is None:

@@ -72,6 +72,11 @@ class Handoff(msgspec.Struct):
     immediate: Immediate
     stopping: bool = False
     """The prefiller knows that it is over (it said so, or it is gone): no cancel needs to be sent."""
+    accepted: bool = False
+    ended: bool = False
+    """What the prefiller has said: it needs to say it once."""
+    shut_out: bool = False
+    """The prefiller's key is closed, yet its late writes may come: only time ends the drain."""
     plan: DigestPlan | None = None
     """Where the pages are to be verified."""
     arrived: Arrived | None = None

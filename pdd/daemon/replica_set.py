@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from pdd.base.clock import Clock
-from pdd.base.errors import PddError
+from pdd.base.errors import BadRequest, PddError
 from pdd.base.ids import ReplicaName, RequestId, SequenceId
 from pdd.engine.admission import Admission, Admitted
 from pdd.engine.pack import PackedModel
@@ -94,6 +94,7 @@ class ReplicaSet:
         """Set when a fabric endpoint of the set is gone for good."""
         self._config = config
         self._model = model
+        self._max_sequence_tokens = max_sequence_tokens
         self._clock = clock
         self._work = work
         self._ports: tuple[LibfabricPort, ...] = ()
@@ -127,6 +128,14 @@ class ReplicaSet:
         """Only sets that hand off or take over have one: not colocated ones."""
         assert self._messenger is not None, self.name
         return self._messenger
+
+    def check_prompt(self, prompt: tuple[int, ...]) -> None:
+        """Raises BadRequest for what no executor could run: HTTP lets none of it in, but peers may send anything."""
+        if not 0 < len(prompt) <= self._max_sequence_tokens:
+            raise BadRequest(f"{len(prompt)} prompt tokens; 1 to {self._max_sequence_tokens} can be run", "prompt")
+        vocab_size = self._model.config.vocab_size
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise BadRequest(f"the prompt has a token id outside the vocabulary of {vocab_size}", "prompt")
 
     def schedule(
         self,

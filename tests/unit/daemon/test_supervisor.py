@@ -51,8 +51,9 @@ class Failing:
         self.arena = ctypes.create_string_buffer(LAYOUT.arena_bytes)
         port = Port(0, LoopbackFabric(0)._random, 16)
         port.fences = fences
+        packed = SimpleNamespace(digest="m", config=SimpleNamespace(vocab_size=1 << 20))
         one = ReplicaSet(
-            DECODER, config, cast("Any", SimpleNamespace(digest="m")), SHAPE,
+            DECODER, config, cast("Any", packed), SHAPE,
             max_sequence_tokens=128, max_queue=4, clock=node.clock, work=asyncio.Event(),
         )  # fmt: skip
         messenger = Messenger(port, LAYOUT, ctypes.addressof(self.arena))
