@@ -25,8 +25,10 @@ from pdd.daemon.supervisor import Supervisor
 from pdd.engine.pack import PackedModel
 from pdd.engine.sharding import check_parallel
 from pdd.engine.worker import plan_layout
+from pdd.topology.cores import local_progress_cores
 from pdd.topology.model import Http, Role, Topology
 from pdd.topology.model import Replica as ReplicaConfig
+from pdd.topology.nics import port_hosts
 from pdd.topology.run_dir import make_run_dir
 from pdd.wire.admin import socket_path
 from pdd.wire.links import Links
@@ -150,7 +152,8 @@ class Daemon:
             name,
             config,
             self._model,
-            host=topology.nodes[self._name].host,
+            hosts=port_hosts(config, topology.nodes[self._name].host, topology.fabric.provider),
+            progress_cores=local_progress_cores(topology, self._name, config),
             run_dir=make_run_dir(topology),
             fabric=topology.fabric,
             limits=topology.limits,

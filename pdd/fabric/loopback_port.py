@@ -100,12 +100,16 @@ class LoopbackPort:
     random: random.Random
     """Source of keys; the network's, so that a run can be repeated."""
     max_writes: int
+    fences: bool = True
+    """False: what was posted to a registration may be placed after its `release`, until `end_late`."""
     outbox: list[Message] = field(default_factory=list)
     """What this port has posted and the network has neither placed nor lost."""
     _writes: dict[Token, ActiveWrite] = field(default_factory=dict)
     _unread: int = 0
     _counts: dict[int, Count] = field(default_factory=dict)
     _memories: dict[Memory, Registration] = field(default_factory=dict)
+    _late: dict[bytes, Registration] = field(default_factory=dict)
+    """By key: released ones that still let writes in."""
     _peers: dict[Peer, bytes] = field(default_factory=dict)
     _watches: dict[Watch, int] = field(default_factory=dict)
     _handles: Iterator[int] = field(default_factory=lambda: iter(range(1, 1 << 32)))
@@ -124,7 +128,7 @@ class LoopbackPort:
             num_nics=1,
             pages_per_write=1,
             max_write_bytes=UNBOUNDED_BYTES,
-            fences=True,
+            fences=self.fences,
         )
 
     def register(self, address: int, length_bytes: int, fd: int = -1) -> RegisteredMemory:
@@ -137,10 +141,13 @@ class LoopbackPort:
     def release(self, memory: Memory) -> None:
         self._demand(memory in self._memories, errno.ENOENT, f"release memory {memory}")
         self._cancel_all(write for write in self._writes.values() if write.spec.memory == memory)
-        del self._memories[memory]
+        released = self._memories.pop(memory)
+        if not self.fences:
+            self._late[released.own_address] = released
 
     def add_peer(self, address: bytes) -> Peer:
-        self._demand(address.startswith(PREFIX), errno.EINVAL, f"add peer at {address.hex()}")
+        whole = address.startswith(PREFIX) and address.rsplit(b":", 1)[1].isdigit()
+        self._demand(whole, errno.EINVAL, f"add peer at {address.hex()}")
         peer = Peer(next(self._handles))
         self._peers[peer] = address
         return peer
@@ -216,6 +223,7 @@ class LoopbackPort:
             return
         self._abandon_all(list(self._writes.values()), errno.ECANCELED)
         self._memories.clear()
+        self._late.clear()
         self._peers.clear()
         self._closed = True
         os.close(self._fd)
@@ -225,7 +233,15 @@ class LoopbackPort:
     def listens_at(self, address: bytes) -> bool:
         if self._closed:
             return False
-        return any(each.own_address == address for each in self._memories.values())
+        return any(each.own_address == address for each in self._open)
+
+    @property
+    def _open(self) -> list[Registration]:
+        return [*self._memories.values(), *self._late.values()]
+
+    def end_late(self, address: bytes) -> None:
+        """The provider's bound for late writes has passed since that registration was released."""
+        self._late.pop(address, None)
 
     def post(self) -> None:
         """Puts what the counters allow into the outbox."""
@@ -246,7 +262,7 @@ class LoopbackPort:
     def place(self, message: Message, now_s: float) -> None:
         """Arrival: nothing happens, as on a real fabric, when the key is closed or does not cover the bytes."""
         spec = message.write.spec
-        memory = next((each for each in self._memories.values() if each.own_address == message.to), None)
+        memory = next((each for each in self._open if each.own_address == message.to), None)
         if memory is None or message.content is None:
             return
         address = memory.address + message.target_offset_bytes

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, product
 
 import msgspec
 
 from pdd.base.errors import TopologyInvalid
 from pdd.base.ids import NodeName
 from pdd.topology.faults import KeyPath, dotted
-from pdd.topology.model import Node, Provider, Replica, Role, Topology
+from pdd.topology.model import Provider, Replica, Role, Topology
 from pdd.topology.nics import nic_address
 from pdd.topology.run_dir import MAX_SOCKET_PATH_BYTES, run_dir, socket_path_bytes
 
@@ -25,6 +25,8 @@ VERSION = 1
 MAX_PAGE_TOKENS = 256
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _WILDCARDS = {"0.0.0.0", "::"}  # noqa: S104 - compared with, not listened on
+MAX_NICS = 8
+"""Of a rank; the C library has room for no more (native/pdd_port.h)."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +50,7 @@ def problems(topology: Topology) -> Iterator[Problem]:
     yield from _pages(topology)
     yield from _ranks(topology)
     yield from _nics(topology)
+    yield from _progress_cores(topology)
     yield from _chunks(topology)
     yield from _hosts(topology)
 
@@ -56,6 +59,7 @@ def warnings(topology: Topology) -> list[str]:
     """What is allowed but probably not meant, one sentence each."""
     return [
         *_shared_cores(topology),
+        *_crowded_progress_cores(topology),
         *_idle_threads(topology),
         *_unused_nics(topology),
         *_open_ports(topology),
@@ -72,17 +76,18 @@ def check_local(topology: Topology, node: NodeName) -> None:
         raise TopologyInvalid(f"node {node} is not in the topology: it has {', '.join(topology.nodes)}")
     usable = os.sched_getaffinity(0)
     faults = [
-        f"{dotted(path)}.cores: core {core} is not usable here: {', '.join(map(str, sorted(usable)))} are"
+        f"{dotted(path)}.{key}: core {core} is not usable here: {', '.join(map(str, sorted(usable)))} are"
         for path, replica in _replicas(topology)
         if path[1] == node
-        for core in replica.cores
+        for key, cores in (("cores", replica.cores), ("progress_cores", _all_progress_cores(replica)))
+        for core in cores
         if core not in usable
     ]
     faults += [
         f"{dotted(path)}.nics: {fault}"
         for path, replica in _replicas(topology)
         if path[1] == node
-        for fault in _absent_nics(replica)
+        for fault in _absent_nics(replica, topology.fabric.provider)
     ]
     length_bytes = socket_path_bytes(run_dir(topology), node)
     if length_bytes > MAX_SOCKET_PATH_BYTES:
@@ -92,7 +97,14 @@ def check_local(topology: Topology, node: NodeName) -> None:
         raise TopologyInvalid("\n".join(faults))
 
 
-def _absent_nics(replica: Replica) -> Iterator[str]:
+def _all_progress_cores(replica: Replica) -> list[int]:
+    """Each once, in order."""
+    return sorted({core for cores in replica.progress_cores_by_rank or () for core in cores})
+
+
+def _absent_nics(replica: Replica, provider: Provider) -> Iterator[str]:
+    if provider is Provider.EFA:
+        return  # they are no network interfaces: opening one tells whether it is there
     for nic in sorted({nic for nics in replica.nics_by_rank for nic in nics}):
         try:
             nic_address(nic)
@@ -132,17 +144,12 @@ def _names(topology: Topology) -> Iterator[Problem]:
             yield Problem(at=("nodes", name), text=_NAME_RULE)
 
 
-def _machine(node: Node) -> str:
-    """Nodes of one machine share its ports and cores."""
-    return "loopback" if node.host.startswith("127.") or node.host in {"localhost", "::1"} else node.host
-
-
 def _addresses(topology: Topology) -> Iterator[tuple[KeyPath, str, str, int]]:
     """(path, machine, host, port) of everything that is listened on."""
     for name, node in topology.nodes.items():
-        yield ("nodes", name, "control_port"), _machine(node), node.host, node.control_port
+        yield ("nodes", name, "control_port"), node.machine, node.host, node.control_port
         if node.http is not None:
-            yield ("nodes", name, "http", "port"), _machine(node), node.http.host, node.http.port
+            yield ("nodes", name, "http", "port"), node.machine, node.http.host, node.http.port
 
 
 def _ports(topology: Topology) -> Iterator[Problem]:
@@ -232,14 +239,34 @@ def _nics(topology: Topology) -> Iterator[Problem]:
                 yield Problem(at=(*at, rank), text=f"{numbers}: every rank has as many", relies_on=entries)
             elif not names:
                 yield Problem(at=(*at, rank), text=f"rank {rank} has no NIC: name at least one, or write `nics: auto`")
+            elif len(names) > MAX_NICS:
+                yield Problem(at=(*at, rank), text=f"rank {rank} has {len(names)} NICs: {MAX_NICS} at most")
             elif twice is not None:
                 yield Problem(at=(*at, rank), text=f"rank {rank} names {twice} twice", relies_on=entries)
         if topology.fabric.provider is Provider.SHM:
             text = "provider shm uses no NIC: leave `nics` out, or use tcp"
             yield Problem(at=at, text=text, relies_on=(("fabric", "provider"),))
-        if topology.fabric.provider is Provider.EFA:
-            text = "EFA devices have no IP address to be found by, and the first is used: leave `nics` out"
-            yield Problem(at=at, text=text, relies_on=(("fabric", "provider"),))
+
+
+def _progress_cores(topology: Topology) -> Iterator[Problem]:
+    """Ranks may share a core: their threads sleep most of the time."""
+    for path, replica in _replicas(topology):
+        by_rank = replica.progress_cores_by_rank
+        if not by_rank:
+            continue
+        at = (*path, "progress_cores")
+        shape = ((*path, "parallel", "tp"), (*path, "parallel", "dp"))
+        entries: tuple[KeyPath, ...] = tuple((*at, rank) for rank in range(len(by_rank)))
+        num_ranks = replica.parallel.num_ranks
+        if len(by_rank) != num_ranks:
+            text = f"{_number(len(by_rank), 'entry', 'entries')} for {_number(num_ranks, 'rank', 'ranks')}"
+            yield Problem(at=at, text=f"{text}: write one for each, or `[]`", relies_on=(*shape, *entries))
+            continue
+        for rank, cores in enumerate(by_rank):
+            if not cores:
+                yield Problem(at=(*at, rank), text=f"rank {rank} has no core: name at least one")
+            elif len(set(cores)) != len(cores):
+                yield Problem(at=(*at, rank), text=f"{list(cores)} names a core twice")
 
 
 def _number(number: int, one: str, several: str) -> str:
@@ -251,11 +278,11 @@ def _hosts(topology: Topology) -> Iterator[Problem]:
         if node.host in _WILDCARDS:
             text = f"{node.host} is no address that peers can connect to: write the machine's own address"
             yield Problem(at=("nodes", name, "host"), text=text)
-    machines = {_machine(node) for node in topology.nodes.values()}
+    machines = {node.machine for node in topology.nodes.values()}
     hosts: tuple[KeyPath, ...] = tuple(("nodes", name, "host") for name in topology.nodes)
     if "loopback" in machines and len(machines) > 1:
         text = "127.0.0.1 is another machine to each node: where nodes are on several, each needs an address of its own"
-        local = next(name for name, node in topology.nodes.items() if _machine(node) == "loopback")
+        local = next(name for name, node in topology.nodes.items() if node.machine == "loopback")
         yield Problem(at=("nodes", local, "host"), text=text, relies_on=hosts)
     if topology.fabric.provider is Provider.SHM and len(machines) > 1:
         text = "shm reaches only one machine, and the nodes are on several: use tcp"
@@ -273,7 +300,7 @@ def _no_rdma_address(topology: Topology) -> Iterator[Problem]:
             for index, replica in enumerate(node.replicas)
             if replica.nics == "auto"
         ]
-        if nics and _machine(node) == "loopback":
+        if nics and node.machine == "loopback":
             yield Problem(at=("nodes", name, "host"), text=text, relies_on=(("fabric", "provider"), *nics))
 
 
@@ -290,13 +317,24 @@ def _chunks(topology: Topology) -> Iterator[Problem]:
 
 def _shared_cores(topology: Topology) -> Iterator[str]:
     for (path, replica), (other_path, other) in combinations(_replicas(topology), 2):
-        same_machine = _machine(topology.nodes[NodeName(str(path[1]))]) == _machine(
-            topology.nodes[NodeName(str(other_path[1]))]
-        )
         shared = sorted(set(replica.cores) & set(other.cores))
-        if same_machine and shared:
+        if shared and _same_machine(topology, path, other_path):
             cores = ", ".join(map(str, shared))
             yield f"{dotted(other_path)} and {dotted(path)} share core {cores}: each will slow the other down"
+
+
+def _crowded_progress_cores(topology: Topology) -> Iterator[str]:
+    for (path, replica), (other_path, other) in product(_replicas(topology), repeat=2):
+        shared = sorted(set(_all_progress_cores(replica)) & set(other.cores))
+        if shared and _same_machine(topology, path, other_path):
+            cores = ", ".join(map(str, shared))
+            owner = "its" if path == other_path else f"{dotted(other_path)}'s"
+            yield f"{dotted(path)}: {owner} executors run on progress core {cores}: pages will arrive late"
+
+
+def _same_machine(topology: Topology, path: KeyPath, other: KeyPath) -> bool:
+    one, two = (topology.nodes[NodeName(str(of[1]))] for of in (path, other))
+    return one.machine == two.machine
 
 
 def _idle_threads(topology: Topology) -> Iterator[str]:
@@ -307,8 +345,11 @@ def _idle_threads(topology: Topology) -> Iterator[str]:
 
 def _unused_nics(topology: Topology) -> Iterator[str]:
     for path, replica in _replicas(topology):
-        if replica.role is Role.COLOCATED and replica.nics != "auto":
-            yield f"{dotted(path)}: a colocated replica hands nothing over: its nics are not used"
+        if replica.role is not Role.COLOCATED:
+            continue
+        for key, value in (("nics", replica.nics), ("progress_cores", replica.progress_cores)):
+            if value != "auto":
+                yield f"{dotted(path)}: a colocated replica hands nothing over: its {key} are not used"
 
 
 def _open_ports(topology: Topology) -> Iterator[str]:

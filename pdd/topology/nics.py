@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ipaddress import AddressValueError, IPv4Address
 
 from pdd.base.errors import TopologyInvalid
-from pdd.topology.model import Replica
+from pdd.topology.model import Provider, Replica
 
 _SIOCGIFADDR = 0x8915
 """ioctl: an interface's IPv4 address (netdevice(7))."""
@@ -18,12 +18,22 @@ _MAX_NAME_BYTES = 15
 """IFNAMSIZ, less the zero at the end."""
 
 
-def port_hosts(replica: Replica, host: str) -> tuple[tuple[str, ...], ...]:
-    """For each rank of a replica of this machine the addresses of its ports, one for each NIC; `host` is the node's.
-    Raises TopologyInvalid."""
+def port_hosts(replica: Replica, host: str, provider: Provider) -> tuple[tuple[str, ...], ...]:
+    """For each rank of a replica of this machine what its port opens: the address of each of its NICs; `host` is the
+    node's. EFA devices have no address of IP and go by their names. Raises TopologyInvalid."""
     if replica.nics == "auto":
         return ((host,),) * replica.parallel.num_ranks
+    if provider is Provider.EFA:
+        return replica.nics_by_rank
     return tuple(tuple(nic_address(nic) for nic in nics) for nics in replica.nics_by_rank)
+
+
+def port_interfaces(replica: Replica, host: str) -> tuple[tuple[str, ...], ...]:
+    """For each rank the names of its NICs as `port_hosts` has their addresses: an address becomes the interface that
+    has it, and stays itself where none has."""
+    names = replica.nics_by_rank or ((host,),) * replica.parallel.num_ranks
+    owner = {address: name for name, address in _interfaces()}
+    return tuple(tuple(owner.get(nic, nic) for nic in nics) for nics in names)
 
 
 def nic_address(nic: str) -> str:
@@ -59,10 +69,11 @@ def _interface_address(name: str) -> str | None:
 
 
 def _those_here() -> str:
-    return "there are " + ", ".join(_interfaces())
+    return "there are " + ", ".join(f"{name} ({address})" for name, address in _interfaces())
 
 
-def _interfaces() -> Iterator[str]:
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Names and addresses, of those that have one."""
     for _, name in socket.if_nameindex():
         if address := _interface_address(name):
-            yield f"{name} ({address})"
+            yield name, address

@@ -20,7 +20,7 @@ part that fails stops the others. A message that fits no open handoff (late, dou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pdd.base.errors import BadTicket, InvariantBroken, PddError
 from pdd.base.ids import Immediate, Incarnation, PageId, ReplicaName, RequestId
@@ -197,6 +197,13 @@ class MessengerGroup:
         old = TargetRank(peer, grant.replica, grant.rank)
         for rank in self._ranks:
             rank.drop(old, f"{old} has a new fabric address")
+
+    def keep(self, peer: Incarnation, names: Collection[ReplicaName]) -> None:
+        """Of the peer's replica sets there are only these: what is under way to others stops."""
+        for _, name in [it for it in self._replicas if it[0] == peer and it[1] not in names]:
+            for number in self._replicas.pop((peer, name)).grants:
+                for rank in self._ranks:
+                    rank.drop(TargetRank(peer, name, number), f"{name} is no more")
 
     def disconnect(self, peer: Incarnation) -> None:
         """The link is lost: all that is under way to the peer stops."""

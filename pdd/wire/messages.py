@@ -68,7 +68,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Over the packed model's config and weights: equal for equal models."""
     shape: KvShape
     ranks: tuple[RankInfo, ...]
-    max_sequences: int
+    max_sequences: Annotated[int, Meta(ge=1)]
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +79,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     queued_tokens: int
     """Prompt tokens that are waiting or being prefilled."""
+    late: bool = False
+    """Its executors have not answered for a while: they are in a long step, or stuck."""
 
 
 class Announce(Message, frozen=True):
@@ -115,7 +117,7 @@ class Grant(Message, frozen=True):
     """The sender's decode rank lets the receiving incarnation write into its arena."""
 
     replica: ReplicaName
-    rank: int
+    rank: Annotated[int, Meta(ge=0)]
     address: bytes
     """Of the rank's port: for each NIC a key and an endpoint, made for that incarnation alone."""
 
@@ -156,6 +158,8 @@ class PrefillRejected(Message, frozen=True):
     immediate: Immediate
     code: str
     reason: str
+    retry_after_s: Annotated[float, Meta(ge=0, le=3600)] | None = None
+    """The prefiller is only full: when it may have room."""
 
 
 class PrefillEnded(Message, frozen=True):

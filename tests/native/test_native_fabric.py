@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LEAKS_OF_LIBFABRIC = "leak:libfabric.so\n"
 """1.17 forgets a few hundred bytes of each connection that it accepts."""
 RACES_THROUGH_ALIASES = "race:pdd_copy_bytes\n"
-"""A ring is mapped twice in the test's one process: the order that it gives is not seen by a tool that knows addresses."""
+"""A ring is mapped twice in the one process of the test: its order is hidden from a tool that sees addresses."""
 BUILDS = {
     "gcc": ("gcc", ["-O2", "-fvisibility=hidden"]),
     "clang-asan-ubsan": ("clang", ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]),

@@ -9,11 +9,13 @@ from simulated_ranks import Memory
 from pdd.base.ids import Immediate, PageId, RequestId
 from pdd.fabric.loopback import LoopbackFabric
 from pdd.fabric.loopback_port import LoopbackPort, Message
+from pdd.fabric.port import Memory as MemoryHandle
 from pdd.fabric.port import RegisteredMemory
 from pdd.memory.pool import PagePool
 from pdd.wire.messages import PrefillRequest
 
 Complain = Callable[[str], None]
+NEVER_OVER_S = float("inf")
 
 
 class WatchedPort(LoopbackPort):
@@ -25,6 +27,11 @@ class WatchedPort(LoopbackPort):
     complain: Complain
     tickets: dict[Immediate, PrefillRequest]
     by_key: dict[bytes, WatchedPort]
+    now_s: Callable[[], float]
+    late_s: float
+    """How long after a registration's release the provider may place what was posted to it."""
+    late_until_s: dict[bytes, float]
+    """By address of the registration."""
 
     @classmethod
     def open(
@@ -34,9 +41,13 @@ class WatchedPort(LoopbackPort):
         pool: PagePool,
         by_key: dict[bytes, WatchedPort],
         complain: Complain,
+        *,
+        now_s: Callable[[], float],
+        late_s: float,
     ) -> WatchedPort:
-        port = cls(len(fabric._ports), fabric._random, 4096)
+        port = cls(len(fabric._ports), fabric._random, 4096, fabric.fences)
         port.memory, port.pool, port.complain = memory, pool, complain
+        port.now_s, port.late_s, port.late_until_s = now_s, late_s, {}
         port.tickets, port.by_key = {}, by_key
         fabric._ports.append(port)
         return port
@@ -58,15 +69,22 @@ class WatchedPort(LoopbackPort):
         self.by_key[registered.address] = self
         return registered
 
+    def release(self, memory: MemoryHandle) -> None:
+        self.late_until_s[self._memories[memory].own_address] = self.now_s() + self.late_s
+        super().release(memory)
+
     def complete(self, message: Message) -> None:
-        request = self.by_key[message.to].tickets[message.write.spec.immediate].request
+        target = self.by_key.get(message.to)
+        request = target.tickets[message.write.spec.immediate].request if target is not None else None
         page = PageId(self.memory.page_at(message.source_address))
-        if page not in owned_by(self.pool, request):
+        if request is not None and page not in owned_by(self.pool, request):
             self.complain(f"page {page} is sent for {request}, which does not own it")
         super().complete(message)
 
     def place(self, message: Message, now_s: float) -> None:
-        if any(registration.own_address == message.to for registration in self._memories.values()):
+        if self.late_until_s.get(message.to, NEVER_OVER_S) <= self.now_s():
+            self.end_late(message.to)
+        if any(registration.own_address == message.to for registration in self._open):
             page = self.memory.page_at(self.memory.address + message.target_offset_bytes)
             self._check_place(message.write.spec.immediate, PageId(page))
         super().place(message, now_s)

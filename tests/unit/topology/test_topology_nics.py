@@ -13,7 +13,7 @@ from pdd.base.errors import TopologyInvalid
 from pdd.base.ids import NodeName
 from pdd.topology.check import check_local, warnings
 from pdd.topology.load import load
-from pdd.topology.model import Parallel, Replica, Role, Topology
+from pdd.topology.model import Parallel, Provider, Replica, Role, Topology
 from pdd.topology.nics import nic_address, port_hosts
 
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
@@ -128,6 +128,8 @@ def test_names_mean_addresses() -> None:
 
 def test_ports_bind_the_node_s_host_or_the_nics() -> None:
     auto = Replica(role=Role.PREFILL, parallel=Parallel(tp=2))
-    assert port_hosts(auto, "192.0.2.1") == (("192.0.2.1",), ("192.0.2.1",))
+    assert port_hosts(auto, "192.0.2.1", Provider.TCP) == (("192.0.2.1",), ("192.0.2.1",))
     named = Replica(role=Role.PREFILL, nics=((LOOPBACK, "127.0.0.2"),))
-    assert port_hosts(named, "192.0.2.1") == (("127.0.0.1", "127.0.0.2"),)
+    assert port_hosts(named, "192.0.2.1", Provider.TCP) == (("127.0.0.1", "127.0.0.2"),)
+    efa = Replica(role=Role.PREFILL, nics=(("rdmap79s0", "rdmap80s0"),))
+    assert port_hosts(efa, "192.0.2.1", Provider.EFA) == (("rdmap79s0", "rdmap80s0"),)
