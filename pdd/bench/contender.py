@@ -59,6 +59,7 @@ def _nixl(name: str, route: Route, variant: str, **environment: str) -> Contende
 PEERS: dict[str, tuple[Contender, ...]] = {
     "nixl": (
         _nixl("nixl-tcp", Route.NETWORK, "ucx", UCX_TLS="tcp"),
+        _nixl("nixl-tcp-thread", Route.NETWORK, "ucx-thread", UCX_TLS="tcp"),
         _nixl("nixl-libfabric", Route.NETWORK, "libfabric"),
         _nixl("nixl-default", Route.SAME_HOST, "ucx"),
         _nixl("nixl-tuned", Route.SAME_HOST, "ucx-tuned"),

@@ -79,17 +79,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help=f"who else moves the same pages in turn: {', '.join(PEERS)}, or all")  # fmt: skip
     parser.add_argument("--peer-python", type=Path, default=Path(sys.executable), metavar="PATH",
                         help="interpreter that has the peers' packages (default: this one)")  # fmt: skip
-    parser.add_argument("--page-kib", nargs="+", type=_positive, default=[4, 16, 32, 64, 256, 1024], metavar="KIB")
-    parser.add_argument("--latency-kib", nargs="+", type=_positive, default=[4, 64], metavar="KIB")
-    parser.add_argument("--arena-mib", type=_positive, default=256, metavar="MIB", help="bytes of one round")
-    parser.add_argument("--rounds", type=_positive, default=5, metavar="N",
+    parser.add_argument("--page-kib", nargs="+", type=positive, default=[4, 16, 32, 64, 256, 1024], metavar="KIB")
+    parser.add_argument("--latency-kib", nargs="+", type=positive, default=[4, 64], metavar="KIB")
+    parser.add_argument("--arena-mib", type=positive, default=256, metavar="MIB", help="bytes of one round")
+    parser.add_argument("--rounds", type=positive, default=5, metavar="N",
                         help="measured rounds of each size, after one that warms up")  # fmt: skip
-    parser.add_argument("--writes", type=_positive, default=500, metavar="N", help="writes of one page for the latency")
+    parser.add_argument("--writes", type=positive, default=500, metavar="N", help="writes of one page for the latency")
     parser.add_argument("--json", action="store_true", help="machine-readable, with every round")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it too (needs matplotlib)")
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """For argparse."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)

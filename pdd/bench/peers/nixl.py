@@ -9,8 +9,8 @@ from __future__ import annotations
 import base64
 import importlib.metadata
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config
@@ -18,21 +18,39 @@ from nixl._api import nixl_agent, nixl_agent_config
 from pdd.bench.peers import pair
 from pdd.bench.peers.pair import Arena, Line, Round, Seen
 
-BACKENDS: dict[str, tuple[str, dict[str, str]]] = {
-    "ucx": ("UCX", {}),
-    "ucx-tuned": ("UCX", {"ucx_error_handling_mode": "none"}),
-    "libfabric": ("LIBFABRIC", {}),
-}
 DEVICE = 0
 
 
-def _open_agent(name: str, variant: str, arena: Arena) -> Any:
-    """No progress thread: both sides poll, and on few cores a third and a fourth thread only take turns with them."""
-    backend, options = BACKENDS[variant]
-    agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
-    agent.create_backend(backend, options)
-    agent.register_memory([(arena.address, arena.num_bytes, DEVICE, "")], "DRAM", [backend])
-    return agent
+class Configuration(NamedTuple):
+    """Without a progress thread both sides poll as fast as they can; with one they look now and then, for on few cores
+    four threads that poll only take turns."""
+
+    backend: str
+    options: Mapping[str, str]
+    progress_thread: bool
+    pause_s: float
+
+
+CONFIGURATIONS = {
+    "ucx": Configuration("UCX", {}, progress_thread=False, pause_s=0),
+    "ucx-thread": Configuration("UCX", {}, progress_thread=True, pause_s=20e-6),
+    "ucx-tuned": Configuration("UCX", {"ucx_error_handling_mode": "none"}, progress_thread=False, pause_s=0),
+    "libfabric": Configuration("LIBFABRIC", {}, progress_thread=False, pause_s=0),
+}
+
+
+class Agent:
+    """One side, with its arena."""
+
+    def __init__(self, name: str, variant: str, arena: Arena) -> None:
+        backend, options, progress_thread, self._pause_s = CONFIGURATIONS[variant]
+        self.api = nixl_agent(name, nixl_agent_config(enable_prog_thread=progress_thread, backends=[]))
+        self.api.create_backend(backend, dict(options))
+        self.api.register_memory([(arena.address, arena.num_bytes, DEVICE, "")], "DRAM", [backend])
+
+    def pause(self) -> None:
+        if self._pause_s:
+            time.sleep(self._pause_s)
 
 
 def _meet(agent: Any, line: Line) -> str:
@@ -50,9 +68,9 @@ def _pages(base: int, job: Round) -> Any:
 class Source(pair.Source):
     def __init__(self, variant: str, arena_bytes: int, line: Line) -> None:
         self.arena = Arena(arena_bytes)
-        self._agent = _open_agent("source", variant, self.arena)
+        self._agent = Agent("source", variant, self.arena)
         self._line = line
-        self._peer = _meet(self._agent, line)
+        self._peer = _meet(self._agent.api, line)
         self._peer_base = line.hear()
         self._lists: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._request: Any = None
@@ -60,8 +78,8 @@ class Source(pair.Source):
     def _prepared(self, job: Round) -> tuple[Any, Any]:
         shape = (job.page_bytes, job.num_pages)
         if shape not in self._lists:
-            here = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", _pages(self.arena.address, job), "DRAM")
-            there = self._agent.prep_xfer_dlist(self._peer, _pages(self._peer_base, job), "DRAM")
+            here = self._agent.api.prep_xfer_dlist("NIXL_INIT_AGENT", _pages(self.arena.address, job), "DRAM")
+            there = self._agent.api.prep_xfer_dlist(self._peer, _pages(self._peer_base, job), "DRAM")
             self._lists[shape] = here, there
         return self._lists[shape]
 
@@ -70,33 +88,35 @@ class Source(pair.Source):
         source_pages = np.arange(job.num_pages, dtype=np.int32)
         if self._request is not None:
             self._request.release()
-        self._request = self._agent.make_prepped_xfer(
+        self._request = self._agent.api.make_prepped_xfer(
             "WRITE", here, source_pages, there, np.array(target_pages, dtype=np.int32), b"done"
         )
 
     def write(self) -> None:
-        state = self._agent.transfer(self._request)
+        state = self._agent.api.transfer(self._request)
         while state == "PROC":
-            state = self._agent.check_xfer_state(self._request)
+            self._agent.pause()
+            state = self._agent.api.check_xfer_state(self._request)
         if state != "DONE":
             raise RuntimeError(f"NIXL's transfer ended in {state}")
         while not self._line.waits():  # its notification moves only while someone polls
-            self._agent.get_new_notifs()
+            self._agent.api.get_new_notifs()
+            self._agent.pause()
         self._line.hear()
 
 
 class Target(pair.Target):
     def __init__(self, variant: str, arena_bytes: int, line: Line) -> None:
         self.arena = Arena(arena_bytes)
-        self._agent = _open_agent("target", variant, self.arena)
+        self._agent = Agent("target", variant, self.arena)
         self._line = line
-        _meet(self._agent, line)
+        _meet(self._agent.api, line)
         line.say(self.arena.address)
         self.version = f"NIXL {importlib.metadata.version('nixl')}"
 
     def wait(self) -> Seen:
-        while not self._agent.get_new_notifs():
-            pass
+        while not self._agent.api.get_new_notifs():
+            self._agent.pause()
         arrived_s = time.monotonic()
         self._line.say("arrived")
         return Seen(end_s=arrived_s)

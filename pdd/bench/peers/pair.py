@@ -58,6 +58,12 @@ class Line:
         self._end.close()
 
 
+def socket_lines() -> tuple[Line, Line]:
+    """Both ends of a new conversation."""
+    ours, theirs = socket.socketpair()
+    return Line(ours), Line(theirs)
+
+
 class Arena:
     """Anonymous memory that begins on a huge page, touched once."""
 
@@ -222,7 +228,7 @@ def main(module: str, variant: str, arena_bytes: int, bench_fd: int) -> NoReturn
     """The target's process. Forks the source before the peer is loaded: few fabrics survive a fork."""
     bench = Line(socket.socket(fileno=bench_fd))
     _die_with_parent()
-    ours, theirs = map(Line, socket.socketpair())
+    ours, theirs = socket_lines()
     is_source = not os.fork()
     try:
         if is_source:
