@@ -20,12 +20,12 @@ import msgspec
 
 import pdd
 from pdd.base.errors import PddError
-from pdd.bench.peers.pair import Line
+from pdd.bench.peers.pair import Complaint, Line
 
 PATIENCE_S = 120.0
 """For one answer: a slow peer on a busy machine needs a while for a round of small pages."""
 GOODBYE_S = 10.0
-MAX_COMPLAINT_LINES = 5
+NUM_LAST_LINES = 5
 SAME_HOST_PROVIDERS = {"shm"}
 
 
@@ -174,7 +174,7 @@ class Running:
         try:
             self._line.say([page_bytes, num_pages, count])
         except OSError as error:
-            raise ContenderFailed(f"{self.contender.name} has ended: {self._complaint()}") from error
+            raise ContenderFailed(f"it has ended: {self._last_words()}") from error
         seconds: list[float] = self._hear()["seconds"]
         self._signal(signal.SIGSTOP)
         return seconds
@@ -184,16 +184,16 @@ class Running:
             answer: dict[str, Any] = self._line.hear()
         except TimeoutError as error:
             raise ContenderFailed(f"no answer within {PATIENCE_S:.0f} s") from error
+        except Complaint as error:
+            raise ContenderFailed(str(error)) from error
         except (OSError, EOFError) as error:
-            raise ContenderFailed(f"it has ended: {self._complaint()}") from error
-        if "error" in answer:
-            raise ContenderFailed(f"{answer['error']}")
+            raise ContenderFailed(f"it has ended: {self._last_words()}") from error
         return answer
 
-    def _complaint(self) -> str:
+    def _last_words(self) -> str:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
-        return " / ".join(lines[-MAX_COMPLAINT_LINES:]) or "without a word"
+        return " / ".join(lines[-NUM_LAST_LINES:]) or "without a word"
 
     def _signal(self, number: int) -> None:
         """To both of its processes, which are a group."""

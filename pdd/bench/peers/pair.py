@@ -32,6 +32,10 @@ WORD_BYTES = 8
 PR_SET_PDEATHSIG = 1
 
 
+class Complaint(Exception):
+    """What the other process died of."""
+
+
 class Line:
     """One side of a conversation in JSON lines."""
 
@@ -43,11 +47,19 @@ class Line:
         print(json.dumps(message), file=self._file, flush=True)
 
     def hear(self) -> Any:
-        """Raises EOFError when the other side has ended, TimeoutError when the socket has a timeout."""
+        """Raises Complaint or EOFError when the other side has ended, TimeoutError when the socket has a timeout."""
         text = self._file.readline()
         if not text:
             raise EOFError("the other process has ended")
-        return json.loads(text)
+        message = json.loads(text)
+        if isinstance(message, dict) and "error" in message:
+            raise Complaint(message["error"])
+        return message
+
+    def complain(self, error: Exception) -> None:
+        """The last words, if anybody listens."""
+        with contextlib.suppress(OSError):
+            self.say({"error": str(error) if isinstance(error, Complaint) else f"{type(error).__name__}: {error}"})
 
     def waits(self) -> bool:
         """True when there is something to hear."""
@@ -240,9 +252,7 @@ def main(module: str, variant: str, arena_bytes: int, bench_fd: int) -> NoReturn
             _run_target(module, variant, arena_bytes, ours, bench)
     except Exception as error:
         traceback.print_exc()
-        with contextlib.suppress(OSError):  # the bench has ended, or has what it wanted
-            if not is_source:
-                bench.say({"error": f"{type(error).__name__}: {error}"})
+        (theirs if is_source else bench).complain(error)
     finally:
         sys.stderr.flush()
         os._exit(0)  # no peer's destructor may hold up the bench
