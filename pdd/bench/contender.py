@@ -143,17 +143,13 @@ class Running:
         ours, theirs = socket.socketpair()
         ours.settimeout(PATIENCE_S)
         self._line = Line(ours)
-        with theirs:
-            self._process = subprocess.Popen(
-                [python, "-c", _program(contender, arena_bytes, theirs.fileno())],
-                env={**os.environ, **contender.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                pass_fds=[theirs.fileno()],
-                cwd="/",  # where -c looks for modules first
-                start_new_session=True,
-            )
+        try:
+            with theirs:
+                self._process = self._start(python, arena_bytes, theirs.fileno())
+        except OSError as error:
+            self._line.close()
+            self._log.close()
+            raise ContenderMissing(f"{python} does not start: {error.strerror}") from error
         try:
             hello = self._hear()
             if "missing" in hello:
@@ -167,6 +163,18 @@ class Running:
             self.close()
             raise
         self._signal(signal.SIGSTOP)
+
+    def _start(self, python: Path, arena_bytes: int, bench_fd: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [python, "-c", _program(self.contender, arena_bytes, bench_fd)],
+            env={**os.environ, **self.contender.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            pass_fds=[bench_fd],
+            cwd="/",  # where -c looks for modules first
+            start_new_session=True,
+        )
 
     def seconds(self, page_bytes: int, num_pages: int, count: int) -> list[float]:
         """Its turn: moves the pages `count` times. Raises ContenderFailed."""

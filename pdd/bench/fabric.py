@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import select
+import shutil
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -77,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="libfabric's names; several joined by commas: the first that there is")  # fmt: skip
     parser.add_argument("--vs", type=_peers, default=(), metavar="PEER,...",
                         help=f"who else moves the same pages in turn: {', '.join(PEERS)}, or all")  # fmt: skip
-    parser.add_argument("--peer-python", type=Path, default=Path(sys.executable), metavar="PATH",
+    parser.add_argument("--peer-python", type=_python, default=Path(sys.executable), metavar="PATH",
                         help="interpreter that has the peers' packages (default: this one)")  # fmt: skip
     parser.add_argument("--page-kib", nargs="+", type=positive, default=[4, 16, 32, 64, 256, 1024], metavar="KIB")
     parser.add_argument("--latency-kib", nargs="+", type=positive, default=[4, 64], metavar="KIB")
@@ -94,6 +95,11 @@ def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)
+
+
+def _python(text: str) -> Path:
+    """Absolute, but not resolved: a virtual environment's interpreter is a link, and knows by its name what it is."""
+    return Path(shutil.which(text) or text).absolute()
 
 
 def _peers(text: str) -> tuple[Contender, ...]:

@@ -43,12 +43,15 @@ def plot(report: Report, path: Path) -> None:
         above = [max(row.gigabytes_per_s) - row.median for row in rows]
         rates.errorbar(sizes, medians, yerr=[below, above], marker="o", capsize=3, label=name)
         pages.plot(sizes, [row.median * 1e9 / row.page_bytes for row in rows], marker="o", label=name)
+    ticks = [size // KIB for size in report.plan.page_bytes]
     for axes, label in ((rates, "GB/s (median, min to max)"), (pages, "pages/s (median)")):
         axes.set(xscale="log", xlabel="page, KiB", ylabel=label)
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set_xticks([], minor=True)
         axes.grid(visible=True, alpha=0.3)
     pages.set_yscale("log")
     _bars(latency, report.latency, names)
-    rates.legend(fontsize="small")
+    figure.legend(*rates.get_legend_handles_labels(), loc="outside lower center", ncols=len(names), fontsize="small")
     figure.suptitle(f"{report.machine.num_cores} cores of {report.machine.processor}, Linux {report.machine.kernel}")
     figure.savefig(path, dpi=DOTS_PER_INCH)
 

@@ -95,6 +95,11 @@ def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         Running(PEERS["nixl"][0], PYTHON, MIB)
 
 
+def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ContenderMissing, match="nowhere does not start: No such file"):
+        Running(PEERS["memcpy"][0], tmp_path / "nowhere", MIB)
+
+
 def test_a_contender_that_cannot_open_says_why() -> None:
     contender = Contender(name="pdd none", route=PEERS["memcpy"][0].route, module="ours", variant="no-such-provider")
     with pytest.raises(ContenderMissing, match=r"FabricUnavailable.*no-such-provider"):

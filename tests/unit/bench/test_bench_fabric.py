@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import sys
 from pathlib import Path
 
 import msgspec
@@ -55,6 +56,16 @@ def test_alone(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_provider_that_is_not_there_is_an_error() -> None:
     with pytest.raises(FabricUnavailable, match="no-such"):
         run("--provider", "no-such")
+
+
+def test_the_peers_interpreter_may_be_given_by_a_relative_path_or_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    fabric.add_arguments(parser)
+    python = Path(sys.executable)
+    monkeypatch.chdir(python.parent)
+    monkeypatch.setenv("PATH", str(python.parent))
+    for text in (f"./{python.name}", python.name):
+        assert parser.parse_args(["--peer-python", text]).peer_python == python
 
 
 def test_a_page_larger_than_a_round_is_an_error() -> None:
