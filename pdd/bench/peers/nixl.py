@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import base64
 import importlib.metadata
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config
+from nixl._bindings import nixlNotFoundError
 
 from pdd.bench.peers import pair
 from pdd.bench.peers.pair import Arena, Line, Round, Seen
@@ -22,20 +25,20 @@ DEVICE = 0
 
 
 class Configuration(NamedTuple):
-    """Without a progress thread both sides poll as fast as they can; with one they look now and then, for on few cores
-    four threads that poll only take turns."""
+    """Without a progress thread both sides poll. `pause` comes between two looks: polling without ever yielding costs
+    NIXL half of its rate on few cores that have other work too."""
 
     backend: str
-    options: Mapping[str, str]
-    progress_thread: bool
-    pause_s: float
+    options: Mapping[str, str] = {}
+    progress_thread: bool = False
+    pause: Callable[[], None] = os.sched_yield
 
 
 CONFIGURATIONS = {
-    "ucx": Configuration("UCX", {}, progress_thread=False, pause_s=0),
-    "ucx-thread": Configuration("UCX", {}, progress_thread=True, pause_s=20e-6),
-    "ucx-tuned": Configuration("UCX", {"ucx_error_handling_mode": "none"}, progress_thread=False, pause_s=0),
-    "libfabric": Configuration("LIBFABRIC", {}, progress_thread=False, pause_s=0),
+    "ucx": Configuration("UCX"),
+    "ucx-thread": Configuration("UCX", progress_thread=True, pause=partial(time.sleep, 20e-6)),
+    "ucx-tuned": Configuration("UCX", {"ucx_error_handling_mode": "none"}),
+    "libfabric": Configuration("LIBFABRIC"),
 }
 
 
@@ -43,14 +46,13 @@ class Agent:
     """One side, with its arena."""
 
     def __init__(self, name: str, variant: str, arena: Arena) -> None:
-        backend, options, progress_thread, self._pause_s = CONFIGURATIONS[variant]
+        backend, options, progress_thread, self.pause = CONFIGURATIONS[variant]
         self.api = nixl_agent(name, nixl_agent_config(enable_prog_thread=progress_thread, backends=[]))
-        self.api.create_backend(backend, dict(options))
+        try:
+            self.api.create_backend(backend, dict(options))
+        except nixlNotFoundError as error:
+            raise RuntimeError(f"NIXL's {backend} does not load: a library that it needs is missing or old") from error
         self.api.register_memory([(arena.address, arena.num_bytes, DEVICE, "")], "DRAM", [backend])
-
-    def pause(self) -> None:
-        if self._pause_s:
-            time.sleep(self._pause_s)
 
 
 def _meet(agent: Any, line: Line) -> str:
