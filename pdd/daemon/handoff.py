@@ -13,7 +13,7 @@ from functools import partial
 import structlog
 
 from pdd.base.errors import NoPath, RequestTooLarge
-from pdd.base.ids import Immediate, Incarnation, NodeName, PageId, RequestId
+from pdd.base.ids import Immediate, Incarnation, NodeName, PageId
 from pdd.daemon.balance import Choice, choose_prefiller
 from pdd.daemon.peers import Peer
 from pdd.daemon.records import DecodeRequest, Handoff
@@ -61,6 +61,7 @@ class Handoffs:
             )
         record.peer = choice.name
         record.attempts += 1
+        record.retry_after_s = None
         lease_s = self._policy.lease_s
         record.lease = asyncio.get_running_loop().call_later(lease_s, self._lease_over, record, immediates[0])
         self._side.feed(record, e.TicketSent(f"to {choice.name}: {choice.reason}; {len(pages)} pages, seed {seed}"))
@@ -174,15 +175,17 @@ class Handoffs:
             for record in self._side.records.values():
                 handoff = record.handoff
                 if handoff is not None and handoff.incarnation == incarnation:
-                    asyncio.get_running_loop().call_later(self._policy.lease_s, self._expire, record.id)
+                    asyncio.get_running_loop().call_later(self._policy.lease_s, self._expire, record)
         self._replica.poll()
 
-    def _expire(self, request: RequestId) -> None:
-        self._replica.messenger.expire(request)
-        self._replica.poll()
+    def _expire(self, record: DecodeRequest) -> None:
+        if not record.machine.terminal:  # else it was counted after all, and the replica itself may be gone
+            self._replica.messenger.expire(record.id)
+            self._replica.poll()
 
     def message(self, node: NodeName, message: wire.HandoffMessage) -> bool:
         """News of a handoff. False when it names another one than the present: it is late and changes nothing."""
+        self._replica.poll()  # pages that are all there already are used, whatever the prefiller says
         record = self._side.records.get(message.request)
         handoff = record.handoff if record else None
         if record is None or handoff is None or (handoff.immediate, handoff.node) != (message.immediate, node):
@@ -197,6 +200,7 @@ class Handoffs:
                 handoff.their_digests = message.digests
                 self._compare(record, handoff)
             case wire.PrefillRejected():
+                record.retry_after_s = message.retry_after_s
                 self._over(record, f"{handoff.prefiller} rejected it: {message.reason}")
                 self._replica.messenger.rejected(record.id, handoff.immediate)
             case wire.PrefillStopped():

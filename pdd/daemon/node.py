@@ -171,7 +171,8 @@ class Node:
     def load(self) -> wire.Load:
         self._num_beats += 1
         self._last_beat_s = self.clock.now_s()
-        replicas = tuple(replica.load(self.draining) for replica in self.replicas.values())
+        silence_s = self.topology.cluster.silence_s
+        replicas = tuple(replica.load(self.draining, silence_s) for replica in self.replicas.values())
         load = wire.Load(sequence=self._num_beats, replicas=replicas)
         self.peers.load(self.name, load)
         return load

@@ -85,4 +85,5 @@ def _candidate(info: ReplicaInfo, load: ReplicaLoad | None) -> Candidate:
         num_running=load.num_running if load else 0,
         queued_tokens=load.queued_tokens if load else 0,
         max_sequences=info.max_sequences,
+        late=load is not None and load.late,
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from pdd.base.errors import PddError
 from pdd.base.ids import Immediate, Incarnation, NodeName, ReplicaName, RequestId
 from pdd.lifecycle.machine import Machine
 from pdd.lifecycle.request import GenerateRequest, TokenOutput
@@ -90,6 +91,8 @@ class DecodeRequest(Record):
         self.attempts = 0
         self.failure = ""
         """Why the latest handoff failed."""
+        self.retry_after_s: float | None = None
+        """Where it failed only because the prefiller was full: when that may have room."""
         self.deadline: asyncio.TimerHandle | None = None
         self.lease: asyncio.TimerHandle | None = None
 
@@ -106,6 +109,7 @@ class PrefillJob(Record):
         self.sent: Sent | None = None
         """Kept when the last write ends before the executor has reported the step that made it, or before its pages
         are hashed."""
+        self.rejection: PddError | None = None
         self.hashing = False
         """Its pages are being read for the target, which wants to verify them."""
         self.num_posted = (0,) * len(ticket.immediates)

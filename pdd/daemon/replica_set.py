@@ -12,6 +12,8 @@ from collections.abc import Sequence as Several
 from contextlib import ExitStack
 from typing import Protocol
 
+import msgspec
+
 from pdd.base.clock import Clock
 from pdd.base.errors import PddError
 from pdd.base.ids import ReplicaName, RequestId, SequenceId
@@ -35,6 +37,14 @@ from pdd.wire.messages import RankInfo, ReplicaInfo, ReplicaLoad
 Digesting = Several[memoryview]
 """The arenas of a set, rank by rank, while they are hashed."""
 Digests = tuple[int, ...]
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What the executors of a set were asked, and which of the topology's limits says how long that may take."""
+
+    what: str
+    limit: str
+    limit_s: float
 
 
 class SetUser(Protocol):
@@ -77,8 +87,9 @@ class ReplicaSet:
         self.failure: str | None = None
         self.gigabytes_per_s: float | None = None
         self.num_steps = 0
-        self.step_started_s: float | None = None
-        """When the step that runs now was sent to the executors; None between steps."""
+        self.asked: Asked | None = None
+        """What the executors have not answered yet."""
+        self.asked_at_s = 0.0
         self.broken = asyncio.Event()
         """Set when a fabric endpoint of the set is gone for good."""
         self._config = config
@@ -257,10 +268,17 @@ class ReplicaSet:
         """What the invariant checkers find wrong; empty when all is well."""
         return self.pool.check() + (self._messenger.check() if self._messenger is not None else [])
 
-    def load(self, draining: bool) -> ReplicaLoad:
+    @property
+    def silent_s(self) -> float:
+        """How long the executors have not answered what they were asked."""
+        return self._clock.now_s() - self.asked_at_s if self.asked is not None else 0.0
+
+    def load(self, draining: bool, silence_s: float) -> ReplicaLoad:
+        """`silence_s`: executors that have not answered for so long may be stuck."""
         return ReplicaLoad(
             name=self.name,
             ready=self.failure is None and not draining,
+            late=self.silent_s > silence_s,
             free_pages=self.pool.available,
             num_queued=self.admission.num_waiting,
             num_running=self.admission.num_admitted,

@@ -20,7 +20,7 @@ from pdd.base.ids import Immediate, Incarnation, NodeName, PageId, ReplicaName, 
 from pdd.lifecycle.request import GenerateRequest, TokenOutput
 from pdd.memory.shape import KvShape
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised with every change that an older daemon would misread."""
 
 
@@ -79,6 +79,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     queued_tokens: int
     """Prompt tokens that are waiting or being prefilled."""
+    late: bool = False
+    """Its executors have not answered for a while: they are in a long step, or stuck."""
 
 
 class Announce(Message, frozen=True):
@@ -162,6 +164,8 @@ class PrefillRejected(Message, frozen=True):
     immediate: Immediate
     code: str
     reason: str
+    retry_after_s: Annotated[float, Meta(ge=0, le=3600)] | None = None
+    """The prefiller is only full: when it may have room."""
 
 
 class PrefillEnded(Message, frozen=True):

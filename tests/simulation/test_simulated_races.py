@@ -157,7 +157,26 @@ def test_the_same_request_comes_again_while_a_step_still_uses_its_pages(start: S
     cluster.settle("prefill0: compute")
     cluster.pass_time("decode0", "_lease_over")
     cluster.settle("prefill0: compute")
-    assert cluster.states("prefill0", "r")[-1] == "rejected"
+    assert cluster.states("prefill0", "r") == ["received"]
+    assert answer(cluster) == "finished"
+    assert (cluster.states("prefill0", "r")[-1], len(cluster.tickets)) == ("sent", 2)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_one_that_waits_for_an_earlier_step_of_its_own_is_stopped(start: Start, full: bool) -> None:
+    """The pages of that step stay its own until it has ended, and then are nobody's."""
+    cluster = start(Shape(chunk_tokens=32, max_sequences=1), max_queue=0)
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    cluster.pass_time("decode0", "_lease_over")
+    cluster.settle("prefill0: compute")
+    if full:
+        cluster.submit("decode0", [1, *PROMPT], "s")
+        cluster.settle("prefill0: compute")
+    cluster.cancel("prefill0", "r")
+    cluster.settle("prefill0: compute")
+    assert cluster.states("prefill0", "r") == ["received", "cancelled"]
+    assert cluster.daemons[PREFILL].sets[0].set.pool.num_owned == 5
     assert answer(cluster) == "finished"
 
 
@@ -175,12 +194,12 @@ def test_a_full_prefiller_is_passed_by(start: Start) -> None:
     assert [ticket.request for ticket in cluster.tickets] == ["r", "s", "s"]
 
 
-def test_without_recomputing_a_full_prefiller_fails_the_request(start: Start) -> None:
+def test_without_recomputing_a_full_prefiller_is_told_to_the_client(start: Start) -> None:
     cluster = start(Shape(chunk_tokens=32, max_sequences=1), max_queue=0, on_failure=OnHandoffFailure.ERROR)
     cluster.submit("decode0", PROMPT, "r")
     cluster.settle("prefill0: compute")
     cluster.submit("decode0", [1, *PROMPT], "s")
-    assert [answer(cluster, "r"), answer(cluster, "s")] == ["finished", "handoff_failed"]
+    assert [answer(cluster, "r"), answer(cluster, "s")] == ["finished", "queue_full"]
 
 
 @pytest.mark.parametrize(
@@ -264,12 +283,10 @@ def test_stopped_crosses_arrived(start: Start, polled_first: bool) -> None:
     cluster.cancel("prefill0", "r")
     cluster.settle("decode0: poll", "decode0<-prefill0")
     assert cluster.states("prefill0", "r")[-1] == "cancelled"
-    if polled_first:
-        cluster.settle("decode0<-prefill0")
-        assert "draining" not in cluster.states("decode0", "r")
-    cluster.settle("decode0: poll")
+    cluster.settle("decode0<-prefill0" if polled_first else "decode0: poll")
+    assert "draining" not in cluster.states("decode0", "r")
     assert answer(cluster) == "finished"
-    assert len(cluster.tickets) == (1 if polled_first else 2), "what has arrived is used, if it is seen in time"
+    assert len(cluster.tickets) == 1, "what has arrived is used, whichever news is read first"
 
 
 def test_a_stopped_handoff_whose_pieces_are_late(start: Start) -> None:
@@ -316,6 +333,21 @@ def test_preempted_before_the_first_step(start: Start) -> None:
     cluster.settle()
     assert cluster.states("decode0", "young").count("ready") > 1
     assert [answer(cluster, "old"), answer(cluster, "young")] == ["finished", "finished"]
+
+
+def test_pages_that_come_back_between_steps_let_a_starved_sequence_go_on(start: Start) -> None:
+    """Nothing else would wake the loop: no step runs, and nobody else is admitted."""
+    cluster = start(decode=Shape(page_tokens=2, num_pages=7, chunk_tokens=32))
+    starved = cluster.submit("decode0", [1, 2], "starved", max_tokens=8)
+    cluster.settle("decode0: plan", "decode0: compute")
+    client = cluster.submit("decode0", PROMPT[:7], "in flight")
+    cluster.settle("prefill0: compute")
+    assert cluster.states("decode0", "in flight")[-1] == "prefilling"
+    assert starved.end is None
+    cluster.call("decode0", lambda _: client.leave())
+    cluster.settle()
+    assert starved.end == "finished"
+    assert answer(cluster, "starved") == "finished"
 
 
 # Fabric endpoints that break, and replicas that start anew.
