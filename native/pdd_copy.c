@@ -168,6 +168,8 @@ int pdd_post_copy(struct pdd_port *port, struct copier *copier, struct write *wr
     copier->ring->jobs[copier->tail % COPY_JOBS] = job;
     copier->jobs[copier->tail % COPY_JOBS] = (struct copier_job){write, batch.bytes};
     copier->bytes_in_flight += batch.bytes;
+    if (!write->first_ns)
+        write->first_ns = monotonic_ns();
     atomic_store_explicit(&copier->ring->tail, ++copier->tail, memory_order_release);
     pdd_batch_posted(port, write, &batch);
     return 0;

@@ -138,6 +138,7 @@ int pdd_post_message(struct pdd_port *port, struct path *path, struct write *wri
         .context = message,
         .data = write->spec.immediate | (batch.weight - 1),
     };
+    uint64_t before_ns = write->first_ns ? write->first_ns : monotonic_ns();
     ssize_t rc = fi_writemsg(path->endpoint.ep, &posted, FI_REMOTE_CQ_DATA | FI_COMPLETION);
     if (rc == -FI_EAGAIN)
         stall(port, path);
@@ -150,6 +151,7 @@ int pdd_post_message(struct pdd_port *port, struct path *path, struct write *wri
     path->num_free--;
     port->in_flight++;
     add_stat(&path->nic->num_bytes, batch.bytes);
+    write->first_ns = before_ns;
     pdd_batch_posted(port, write, &batch);
     return 0;
 }

@@ -147,8 +147,6 @@ void pdd_fill_batch(const struct pdd_port *port, const struct write *write, uint
 
 void pdd_batch_posted(struct pdd_port *port, struct write *write, const struct batch *batch)
 {
-    if (!write->first_ns)
-        write->first_ns = monotonic_ns();
     write->in_flight++;
     write->cursor = batch->next;
     write->posted_pieces += batch->weight;

@@ -10,6 +10,7 @@ from pdd.base.errors import PddError
 
 BENCHES = {
     "fabric": "one-sided page writes between two processes, by provider and page size",
+    "watch": "from a layer counter's change to the first write posted",
     "transfer": "a handoff between two shapes, without a model",
     "engine": "prefill and decode on this machine, against a plain torch loop",
     "serve": "latency and throughput of any OpenAI server under load",

@@ -29,8 +29,8 @@ import numpy.typing as npt
 
 from pdd.base.errors import FabricError, InvariantBroken, TopologyInvalid
 from pdd.base.ids import Incarnation, PageId, ReplicaName, RequestId
-from pdd.bench.fabric import Arena
 from pdd.bench.machine import Machine, describe, this_machine
+from pdd.bench.peers.pair import Arena
 from pdd.fabric.libfabric import PROVIDERS, LibfabricPort
 from pdd.fabric.port import ProviderInfo
 from pdd.memory.layout import DTYPE_BYTES, KvLayout

@@ -1,0 +1,100 @@
+"""`pdd bench fabric` as a whole, on few bytes: what it prints, and its exit codes. No figure is asserted."""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pdd.base.errors import FabricUnavailable, OperatorError
+from pdd.bench import fabric, plot
+from pdd.bench.compare import Report
+
+TINY = ["--arena-mib", "1", "--page-kib", "4", "64", "--latency-kib", "4", "--rounds", "2", "--writes", "4"]
+
+
+def run(*options: str) -> int:
+    parser = argparse.ArgumentParser()
+    fabric.add_arguments(parser)
+    return fabric.run(parser.parse_args([*TINY, *options]))
+
+
+def test_machine_limits_beside_pdd(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--vs", "memcpy,tcp", "--json") == 0
+    report = msgspec.json.decode(capsys.readouterr().out, type=Report)
+    names = ["pdd net", "pdd copy", "memcpy", "tcp-vectored", "tcp-paged"]
+    assert [(each.contender, each.page_bytes, len(each.seconds)) for each in report.throughput] == [
+        (name, page_bytes, 2) for page_bytes in (4096, 65536) for name in names
+    ]
+    assert [(each.contender, each.num_pages, len(each.seconds)) for each in report.latency] == [
+        (name, 1, 4) for name in names
+    ]
+    assert all(seconds > 0 for each in report.throughput for seconds in each.seconds)
+    assert not report.left_out
+
+
+def test_what_is_not_there_is_left_out_with_a_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mooncake.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run("--vs", "mooncake,memcpy", "--provider", "shm") == 0
+    out = capsys.readouterr().out
+    assert "left out: mooncake: No module named 'mooncake.engine'" in out
+    assert "pdd shm / peer" in out
+    with pytest.raises(OperatorError, match="no peer to compare with: mooncake: No module"):
+        run("--vs", "mooncake", "--provider", "shm")
+
+
+def test_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--provider", "net,tcp") == 0
+    assert "until the target has counted every page" in capsys.readouterr().out
+
+
+def test_a_provider_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(FabricUnavailable, match="no-such"):
+        run("--provider", "no-such")
+
+
+def test_the_peers_interpreter_may_be_given_by_a_relative_path_or_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    fabric.add_arguments(parser)
+    python = Path(sys.executable)
+    monkeypatch.chdir(python.parent)
+    monkeypatch.setenv("PATH", str(python.parent))
+    for text in (f"./{python.name}", python.name):
+        assert parser.parse_args(["--peer-python", text]).peer_python == python
+
+
+def test_a_page_larger_than_a_round_is_an_error() -> None:
+    with pytest.raises(OperatorError, match="larger than the 1 MiB of a round"):
+        run("--page-kib", "2048")
+
+
+@pytest.mark.parametrize("options", [["--vs", "nobody"], ["--rounds", "0"], ["--arena-mib", "much"]])
+def test_wrong_usage_ends_with_2(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(*options)
+    assert ended.value.code == 2
+    assert options[1] in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(OperatorError, match=r"--plot needs matplotlib.*--json"):
+        run("--plot", "figure.png")
+
+
+def test_a_picture_needs_its_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    with pytest.raises(OperatorError, match="there is no directory"):
+        plot.check_plot(tmp_path / "nowhere" / "figure.png")
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "figure.png"
+    assert run("--vs", "memcpy", "--plot", str(path)) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
