@@ -53,7 +53,7 @@ enum {
     MAX_COUNTS = 2 * NUM_SLOTS, /* reached counts that may wait to be drained */
     MAX_STRAYS = 64,            /* stray events likewise; more are joined or only counted */
     MAX_IN_FLIGHT = 128,        /* messages of one path inside libfabric: bounds what a cancel must wait for */
-    JOINED_BYTES = 1 << 20,     /* pieces are joined into one message up to this: beyond it, joining lost speed */
+    JOINED_BYTES = 1 << 19,     /* pieces are joined into one message up to this: over TCP, 1 MiB goes at 0.7 of its speed */
     MIN_FDS = 2 + MAX_WATCHES + 64,
     POSTS_PER_TURN = 16,        /* messages for one peer before the next peer's turn */
 };

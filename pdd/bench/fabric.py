@@ -30,10 +30,16 @@ from pdd.fabric.libfabric import PROVIDERS, LibfabricPort
 from pdd.fabric.port import CountReached, Piece, Token, Write, WriteDone
 from pdd.memory.arena import SharedMemory
 from pdd.topology.model import Provider
+from pdd.transfer.plan import split
 
 KIB, MIB = 1 << 10, 1 << 20
 PATIENCE_S = 30.0
 Awaited = TypeVar("Awaited", CountReached, WriteDone)
+
+
+def pieces_of(page_bytes: int) -> tuple[Piece, ...]:
+    """A page as handoffs send it: in pieces, each of which is counted."""
+    return tuple(split(Piece(0, 0, page_bytes)))
 
 
 class SharedArena(Arena):
@@ -75,7 +81,7 @@ class End:
             target_page_bytes=page_bytes,
             source_pages=tuple(range(len(target_pages))),
             target_pages=target_pages,
-            pieces=(Piece(0, 0, page_bytes),),
+            pieces=pieces_of(page_bytes),
         )
 
     def wait(self, kind: type[Awaited]) -> Awaited:

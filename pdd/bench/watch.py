@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from pdd.base.ids import Immediate
-from pdd.bench.fabric import KIB, End, positive
+from pdd.bench.fabric import KIB, End, pieces_of, positive
 from pdd.bench.machine import Machine, describe, this_machine
 from pdd.bench.peers.pair import Line, socket_lines
 from pdd.fabric.immediate import NUM_GENERATIONS, pack
@@ -148,11 +148,11 @@ def _serve_raiser(counter: Counter, line: Line) -> None:
         line.say(counter.raise_one())
 
 
-def _serve_target(provider: str, arena_bytes: int, num_pages: int, line: Line) -> None:
+def _serve_target(provider: str, arena_bytes: int, num_pieces: int, line: Line) -> None:
     end = End(provider, arena_bytes, line)
     try:
         while True:
-            end.port.expect(immediate_of(line.hear()), num_pages)
+            end.port.expect(immediate_of(line.hear()), num_pieces)
             line.say("armed")
             line.say(end.wait(CountReached).first_s)
     finally:
@@ -182,7 +182,7 @@ def measure(arguments: argparse.Namespace) -> tuple[str, list[Timing]]:
     """The provider that was opened, and both ways. Raises FabricUnavailable."""
     page_bytes, num_pages = arguments.page_kib * KIB, arguments.pages
     arena_bytes, rest_s = page_bytes * num_pages, arguments.rest_ms / 1000
-    serve_target = partial(_serve_target, arguments.provider, arena_bytes, num_pages)
+    serve_target = partial(_serve_target, arguments.provider, arena_bytes, num_pages * len(pieces_of(page_bytes)))
     provider, timings = "", []
     with ExitStack() as stack:
         counter = Counter()

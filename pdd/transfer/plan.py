@@ -38,6 +38,8 @@ from pdd.fabric.port import Piece
 from pdd.memory.layout import KvLayout
 from pdd.memory.shape import KvShape
 
+MAX_PIECE_BYTES = 512 * 1024
+"""Of what one message carries (JOINED_BYTES in native/pdd_port.h): longer runs are several pieces."""
 _COMPARED_FIELDS = ("num_layers", "num_planes", "head_dim", "dtype")
 
 
@@ -186,7 +188,17 @@ def _phase_pieces(source: KvShape, target: KvShape, leg: Leg, phase: int) -> tup
                     pieces.pop().length_bytes + run.length_bytes,
                 )
             pieces.append(run)
-    return tuple(pieces)
+    return tuple(part for piece in pieces for part in split(piece))
+
+
+def split(piece: Piece) -> Iterator[Piece]:
+    """The same bytes in pieces of MAX_PIECE_BYTES, the last of what is left."""
+    for start in range(0, piece.length_bytes, MAX_PIECE_BYTES):
+        yield Piece(
+            source_offset_bytes=piece.source_offset_bytes + start,
+            target_offset_bytes=piece.target_offset_bytes + start,
+            length_bytes=min(MAX_PIECE_BYTES, piece.length_bytes - start),
+        )
 
 
 def _continues(before: Piece, run: Piece) -> bool:

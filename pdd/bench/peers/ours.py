@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdd.base.ids import Immediate
-from pdd.bench.fabric import End
+from pdd.bench.fabric import End, pieces_of
 from pdd.bench.peers import pair
 from pdd.bench.peers.pair import Line, Round, Seen
 from pdd.fabric.immediate import NUM_GENERATIONS, pack
@@ -44,7 +44,7 @@ class Target(pair.Target):
         self.version = f"{info.provider}, libfabric {info.library_version}, up to {info.pages_per_write} pages a write"
 
     def prepare(self, job: Round, target_pages: Sequence[int]) -> None:
-        self._end.port.expect(_immediate(job), job.num_pages)
+        self._end.port.expect(_immediate(job), job.num_pages * len(pieces_of(job.page_bytes)))
 
     def wait(self) -> Seen:
         return Seen(end_s=self._end.wait(CountReached).last_s)
