@@ -1,7 +1,8 @@
 """The faults of `pdd soak`: killed, stopped, restarted and drained daemons, killed executors, operators who cancel.
 
 Each fault ends by itself: what was killed is started again at the same address, what was stopped is continued. Faults
-of a prefiller and of a decoder may overlap, two of one role may not: the other one of the role is the path around.
+of a prefiller and of a decoder may overlap, two of one role may not: the other one of the role is the path around. Kept
+apart, each waits until the one before it is over everywhere: what it costs is its own then.
 """
 
 from __future__ import annotations
@@ -32,16 +33,25 @@ PROBE_PAUSE_S = 0.02
 
 
 class Chaos:
-    """`lasting`: nodes whose daemons stay the same process throughout, so that what grows can be seen."""
+    """`lasting`: nodes whose daemons stay the same process throughout, so that what grows can be seen. `at_once`: how
+    many nodes may have a fault at a time."""
 
     def __init__(
-        self, cluster: ToyCluster, traffic: Traffic, rng: random.Random, *, pause_s: float, lasting: set[NodeName]
+        self,
+        cluster: ToyCluster,
+        traffic: Traffic,
+        rng: random.Random,
+        *,
+        pause_s: float,
+        lasting: set[NodeName],
+        at_once: int,
     ) -> None:
         self._cluster = cluster
         self._traffic = traffic
         self._rng = rng
         self._pause_s = pause_s
         self._lasting = lasting
+        self._at_once = at_once
         self._faulty: set[NodeName] = set()
         """Nodes with a fault that is not over: one of each role at most."""
         self.injected: Counter[str] = Counter()
@@ -49,6 +59,8 @@ class Chaos:
         """By fault: seconds until a request sent after it was answered by way of the nodes that are left."""
         self.back_s: dict[str, list[float]] = defaultdict(list)
         """By fault of a decoder: until one was answered at its own HTTP port again."""
+        self.pages_s: list[float] = []
+        """By SIGKILL of a decoder's daemon while a prefiller had pages for it: seconds until they were free."""
         self.problems: list[str] = []
         self.killed: set[int] = set()
         """Executors whose daemon was killed: they have to go with it."""
@@ -79,6 +91,8 @@ class Chaos:
     def _allows(self, kind: str, node: NodeName) -> bool:
         if node in self._lasting and kind in ("SIGKILL daemon", "restart"):
             return False
+        if len(self._faulty) >= self._at_once:
+            return False
         return self._cluster.role(node) not in {self._cluster.role(faulty) for faulty in self._faulty}
 
     async def _inject(self, kind: str, node: NodeName) -> None:
@@ -95,6 +109,8 @@ class Chaos:
                 await self._measure(name, node)
             await fault
             await self._cluster.wait_ready(node)
+            if self._at_once == 1:
+                await asyncio.gather(*map(self._cluster.wait_ready, self._cluster.nodes))
         except Exception as error:
             log.error("fault did not end as it should", kind=kind, node=node, error=repr(error))
             self.problems.append(f"{name} of {node}: {error!r}")
@@ -122,9 +138,36 @@ class Chaos:
         self.killed |= set(self._cluster.executors(node))
         self._cluster.send_signal(node, signal.SIGKILL)
         done.set()
+        if self._cluster.role(node) == "decode":
+            await self._until_free(node)
         await self._cluster.wait(node)
         await asyncio.sleep(self._rng.uniform(0.1, 2))
         await self._cluster.start(node)
+
+    async def _until_free(self, killed: NodeName) -> None:
+        """Until no prefiller holds a page for a decoder that was just killed. One that is stopped as well, or down,
+        tells nothing: then nothing is noted."""
+        began_s = time.monotonic()
+        prefillers = [node for node in self._cluster.nodes if self._cluster.role(node) == "prefill"]
+        try:
+            found = [await self._held_for(killed, node) for node in prefillers]
+            if not any(found):
+                return
+            while any([await self._held_for(killed, node) for node in prefillers]):
+                if time.monotonic() - began_s > RECOVERY_S:
+                    self.problems.append(f"{killed} was killed: prefillers hold pages for it after {RECOVERY_S:g} s")
+                    return
+                await asyncio.sleep(PROBE_PAUSE_S)
+        except Unanswered:
+            return
+        self.pages_s.append(time.monotonic() - began_s)
+
+    async def _held_for(self, decoder: NodeName, prefiller: NodeName) -> int:
+        """Requests of a decoder that have pages on a prefiller."""
+        rows = (await self._cluster.ask(prefiller, "requests", admin.Requests)).requests
+        theirs = {row.request for row in rows if row.side == "prefill" and row.peer.startswith(f"{decoder}/")}
+        pools = (await self._cluster.ask(prefiller, "kv", admin.KvReports)).replicas
+        return len(theirs & {page.owner for pool in pools for page in pool.owners})
 
     async def _kill_executor(self, node: NodeName, done: asyncio.Event) -> None:
         if executors := self._cluster.executors(node):

@@ -35,7 +35,6 @@ from cluster import (
     prefill_and_decode,
     probe,
     prompt,
-    state_of,
     wait_for_state,
 )
 from expected import Toy
@@ -258,15 +257,22 @@ async def test_case_03_the_prefiller_dies_mid_push_while_the_client_cancels(
         loop = asyncio.get_running_loop()
 
         async def pushing() -> bool:
-            return all(["prefilling" in (await state_of(cluster, name)).values() for name in prefillers])
+            rows = [(await cluster.ask(name, "requests"))["requests"] for name in prefillers]
+            return all(any(row["state"] == "prefilling" for row in of_one) for of_one in rows)
+
+        async def all_known() -> bool:
+            rows = (await cluster.ask("decode0", "peers"))["peers"]
+            return all(row["replicas"] for row in rows)
 
         async def kill() -> None:
             await asyncio.sleep(rng.uniform(0, 0.2))  # at any moment of the push
             for name in prefillers:
                 cluster.daemons[name].kill()
 
+        await eventually(all_known, 20.0, lambda: cluster.log("decode0"))
         for turn in range(-(-NUM_KILLS // NUM_PREFILLERS)):
-            clients = [asyncio.create_task(text_of(cluster, prompt(900, 8 * turn + seed), 4)) for seed in range(8)]
+            asked = [prompt(900, 8 * turn + seed) for seed in range(2 * NUM_PREFILLERS)]
+            clients = [asyncio.create_task(text_of(cluster, ids, 4)) for ids in asked]
             await eventually(pushing, 20.0, lambda: "some prefiller never had anything to do")
             if turn % 3 == 0:
                 await asyncio.gather(kill(), vanish(*clients))
@@ -283,7 +289,7 @@ async def test_case_03_the_prefiller_dies_mid_push_while_the_client_cancels(
             back_s.append(loop.time() - killed_s)
             await cluster.start(*prefillers)
             await cluster.wait_ready()
-            await paired(cluster)
+            await eventually(all_known, 20.0, lambda: cluster.log("decode0"))
         counted = await counters(cluster)
         await probe(cluster)
     print(f"\n{NUM_PREFILLERS * len(back_s)} kills; pages back after {statistics.median(back_s):.3f} s (p50), "

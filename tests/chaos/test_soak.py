@@ -46,14 +46,15 @@ def test_what_is_wrong_is_noticed(oracle: Oracle, wrong: str) -> None:
 @pytest.mark.parametrize("bad", [{"wrong": 1}, {"leaks": ["a page"]}, {"problems": ["an answer that never ends"]}])
 def test_anything_found_is_a_failure(bad: dict[str, object]) -> None:
     fine: dict[str, object] = {"seed": 0, "duration_s": 1.0, "outcomes": {}, "faults": {}, "wrong": 0, "leaks": [],
-                               "problems": [], "around_s": {}, "back_s": {}, "counters": {}}  # fmt: skip
+                               "problems": [], "around_s": {}, "back_s": {}, "pages_s": [], "counters": {}}  # fmt: skip
     assert not Report(**fine).failed  # type: ignore[arg-type]
     assert Report(**(fine | bad)).failed  # type: ignore[arg-type]
 
 
-async def test_a_short_soak_finds_nothing() -> None:
+@pytest.mark.parametrize("options", [[], ["--apart"]], ids=["overlapping", "apart"])
+async def test_a_short_soak_finds_nothing(options: list[str]) -> None:
     soak = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "pdd", "soak", "--minutes", "0.1", "--seed", "1", "--fault-pause-s", "1",
+        sys.executable, "-m", "pdd", "soak", "--minutes", "0.1", "--seed", "1", "--fault-pause-s", "1", *options,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     printed = (await soak.communicate())[0].decode()
