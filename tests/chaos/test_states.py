@@ -114,7 +114,7 @@ class Stage:
                     return False
             return True
 
-        await eventually(zero, 2 * LEASE_S, lambda: "\n".join(map(self.cluster.log, nodes)))
+        await eventually(zero, LEASE_S + 1, lambda: "\n".join(map(self.cluster.log, nodes)))
 
     async def heals(self) -> None:
         """Until a prompt is handed off and answered."""
@@ -284,7 +284,7 @@ CHOSEN = os.environ.get("PDD_CHAOS_STATES", time.strftime("%j"))
 
 def drawn(fault: str) -> list[tuple[Scene, str]]:
     found = [(scene, victim) for scene, victim in ALL if fault != "cut" or victim == "prefill0"]
-    return found if CHOSEN == "all" else random.Random(f"{CHOSEN} {fault}").sample(found, 3)
+    return found if CHOSEN == "all" else random.Random(f"{CHOSEN} {fault}").sample(found, len(found) // 2)
 
 
 @pytest.mark.slow
