@@ -133,6 +133,9 @@ class Chaos:
                 return
             await asyncio.sleep(PROBE_PAUSE_S)
         found.append(time.monotonic() - began_s)
+        log.info(
+            "served again", fault=name, by=sorted(nodes()), after_s=round(found[-1], 3), faulty=sorted(self._faulty)
+        )
 
     async def _kill_daemon(self, node: NodeName, done: asyncio.Event) -> None:
         self.killed |= set(self._cluster.executors(node))
