@@ -30,6 +30,8 @@ log = structlog.get_logger(__name__)
 RECOVERY_S = 90.0
 """A path that has not answered by then will not."""
 PROBE_PAUSE_S = 0.02
+HELD_S = 5.0
+"""How long a decoder that is to be killed may live on until prefillers work for it."""
 
 
 class Chaos:
@@ -138,39 +140,48 @@ class Chaos:
         )
 
     async def _kill_daemon(self, node: NodeName, done: asyncio.Event) -> None:
+        held = self._cluster.role(node) == "decode" and await self._until_held(node)
         self.killed |= set(self._cluster.executors(node))
         self._cluster.send_signal(node, signal.SIGKILL)
         done.set()
-        if self._cluster.role(node) == "decode":
+        if held:
             await self._until_free(node)
         await self._cluster.wait(node)
         await asyncio.sleep(self._rng.uniform(0.1, 2))
         await self._cluster.start(node)
 
+    async def _until_held(self, decoder: NodeName) -> bool:
+        """Waits a little for prefillers to hold pages for a decoder; whether they do."""
+        until_s = time.monotonic() + HELD_S
+        with contextlib.suppress(Unanswered):
+            while time.monotonic() < until_s:
+                if await self._num_held(decoder):
+                    return True
+                await asyncio.sleep(PROBE_PAUSE_S)
+        return False
+
     async def _until_free(self, killed: NodeName) -> None:
         """Until no prefiller holds a page for a decoder that was just killed. One that is stopped as well, or down,
         tells nothing: then nothing is noted."""
         began_s = time.monotonic()
-        prefillers = [node for node in self._cluster.nodes if self._cluster.role(node) == "prefill"]
-        try:
-            found = [await self._held_for(killed, node) for node in prefillers]
-            if not any(found):
-                return
-            while any([await self._held_for(killed, node) for node in prefillers]):
+        with contextlib.suppress(Unanswered):
+            while await self._num_held(killed):
                 if time.monotonic() - began_s > RECOVERY_S:
                     self.problems.append(f"{killed} was killed: prefillers hold pages for it after {RECOVERY_S:g} s")
                     return
                 await asyncio.sleep(PROBE_PAUSE_S)
-        except Unanswered:
-            return
-        self.pages_s.append(time.monotonic() - began_s)
+            self.pages_s.append(time.monotonic() - began_s)
 
-    async def _held_for(self, decoder: NodeName, prefiller: NodeName) -> int:
-        """Requests of a decoder that have pages on a prefiller."""
-        rows = (await self._cluster.ask(prefiller, "requests", admin.Requests)).requests
-        theirs = {row.request for row in rows if row.side == "prefill" and row.peer.startswith(f"{decoder}/")}
-        pools = (await self._cluster.ask(prefiller, "kv", admin.KvReports)).replicas
-        return len(theirs & {page.owner for pool in pools for page in pool.owners})
+    async def _num_held(self, decoder: NodeName) -> int:
+        """Requests of a decoder that have pages on prefillers."""
+        total = 0
+        for prefiller in self._cluster.nodes:
+            if self._cluster.role(prefiller) == "prefill":
+                rows = (await self._cluster.ask(prefiller, "requests", admin.Requests)).requests
+                theirs = {row.request for row in rows if row.side == "prefill" and row.peer.startswith(f"{decoder}/")}
+                pools = (await self._cluster.ask(prefiller, "kv", admin.KvReports)).replicas
+                total += len(theirs & {page.owner for pool in pools for page in pool.owners})
+        return total
 
     async def _kill_executor(self, node: NodeName, done: asyncio.Event) -> None:
         if executors := self._cluster.executors(node):
