@@ -14,7 +14,7 @@ import random
 import signal
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Set
+from collections.abc import Callable, Collection, Coroutine, Set
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ from pdd.wire import admin
 
 log = structlog.get_logger(__name__)
 
+KINDS = (
+    "SIGKILL daemon", "SIGKILL executor", "SIGSTOP daemon", "SIGSTOP executor", "restart", "drain and resume",
+    "operator cancel",
+)  # fmt: skip
 RECOVERY_S = 90.0
 """A path that has not answered by then will not."""
 PROBE_PAUSE_S = 0.02
@@ -36,7 +40,7 @@ HELD_S = 5.0
 
 class Chaos:
     """`lasting`: nodes whose daemons stay the same process throughout, so that what grows can be seen. `at_once`: how
-    many nodes may have a fault at a time."""
+    many nodes may have a fault at a time. `kinds`: of KINDS."""
 
     def __init__(
         self,
@@ -47,6 +51,7 @@ class Chaos:
         pause_s: float,
         lasting: set[NodeName],
         at_once: int,
+        kinds: Collection[str] = KINDS,
     ) -> None:
         self._cluster = cluster
         self._traffic = traffic
@@ -66,14 +71,10 @@ class Chaos:
         self.problems: list[str] = []
         self.killed: set[int] = set()
         """Executors whose daemon was killed: they have to go with it."""
+        inject = (self._kill_daemon, self._kill_executor, self._stop_daemon, self._stop_executor, self._restart,
+                  self._drain, self._cancel)  # fmt: skip
         self._kinds: dict[str, Callable[[NodeName, asyncio.Event], Coroutine[Any, Any, None]]] = {
-            "SIGKILL daemon": self._kill_daemon,
-            "SIGKILL executor": self._kill_executor,
-            "SIGSTOP daemon": self._stop_daemon,
-            "SIGSTOP executor": self._stop_executor,
-            "restart": self._restart,
-            "drain and resume": self._drain,
-            "operator cancel": self._cancel,
+            kind: fault for kind, fault in zip(KINDS, inject, strict=True) if kind in kinds
         }
 
     async def run(self, until_s: float) -> None:

@@ -24,7 +24,7 @@ import yaml
 
 from pdd.base.errors import OperatorError
 from pdd.base.ids import NodeName
-from pdd.bench.chaos import Chaos
+from pdd.bench.chaos import KINDS, Chaos
 from pdd.bench.machine import describe, this_machine
 from pdd.bench.toy_cluster import SECTIONS, ToyCluster, Unanswered, Vitals, two_by_two
 from pdd.bench.traffic import Asks, Oracle, Traffic
@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--topology", type=Path, help="its nodes are run, on loopback; default: two of each role")
     parser.add_argument("--clients", type=int, default=8, help="requests at once (default 8)")
     parser.add_argument("--fault-pause-s", type=float, default=2.0, help="mean pause between faults (default 2)")
+    parser.add_argument("--only", action="append", choices=KINDS, help="this kind of fault; may be given again")
     parser.add_argument("--apart", action="store_true", help="no fault before the one before it is over everywhere")
     parser.add_argument("--keep", action="store_true", help="keep logs; they are always kept when something is wrong")
 
@@ -103,7 +104,10 @@ async def _soak(directory: Path, nodes: dict[str, Any], args: argparse.Namespace
     traffic = Traffic(list(cluster.urls.values()), Asks(rng, oracle), oracle, rng)
     lasting = {[node for node in cluster.nodes if cluster.role(node) == role][-1] for role in ("prefill", "decode")}
     at_once = 1 if args.apart else len(cluster.nodes)
-    chaos = Chaos(cluster, traffic, rng, pause_s=args.fault_pause_s, lasting=lasting, at_once=at_once)
+    chaos = Chaos(
+        cluster, traffic, rng,
+        pause_s=args.fault_pause_s, lasting=lasting, at_once=at_once, kinds=args.only or KINDS,
+    )  # fmt: skip
     began_s = time.monotonic()
     try:
         for node in cluster.nodes:

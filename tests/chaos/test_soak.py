@@ -88,7 +88,7 @@ async def test_faults_are_kept_apart_or_one_of_each_role_at_a_time(at_once: int,
     assert chaos.problems == []
 
 
-@pytest.mark.parametrize("options", [[], ["--apart"]], ids=["overlapping", "apart"])
+@pytest.mark.parametrize("options", [[], ["--apart", "--only", "SIGKILL daemon"]], ids=["overlapping", "apart"])
 async def test_a_short_soak_finds_nothing(options: list[str]) -> None:
     soak = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "pdd", "soak", "--minutes", "0.1", "--seed", "1", "--fault-pause-s", "1", *options,
