@@ -17,6 +17,7 @@ from pdd.control import commands, topology
 from pdd.control.commands import Answer, Sockets
 from pdd.control.render import as_json, as_yaml, plain
 from pdd.control.sockets import find_sockets
+from pdd.topology.model import Role
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
@@ -140,11 +141,19 @@ def _add_topology(parser: argparse.ArgumentParser, output: argparse.ArgumentPars
         ("check", "tell every fault of a file, or that it is valid", lambda a: topology.check(a.file)),
         ("show", "the file as daemons read it, with defaults", lambda a: topology.show(a.file)),
         ("schema", "the JSON Schema of topology files", lambda _: topology.print_schema()),
+        (
+            "discover",
+            "propose a file for this machine's GPUs, NICs and cores",
+            lambda a: topology.discover(a.sysfs, a.role),
+        ),
     ):
         subparser = subparsers.add_parser(name, help=text, description=text, parents=[output])
         subparser.set_defaults(command=command)
-        if name != "schema":
+        if name in {"check", "show"}:
             subparser.add_argument("file", metavar="FILE")
+        elif name == "discover":
+            subparser.add_argument("--sysfs", metavar="DIR", default="/sys", help="another machine's copy of /sys")
+            subparser.add_argument("--role", choices=[*Role], default=Role.PREFILL, help="of this machine's replica")
 
 
 def _interval(text: str) -> float:

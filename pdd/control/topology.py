@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from pdd.base.ids import ReplicaName, set_name
 from pdd.control.commands import Answer
 from pdd.control.render import as_json, mebibytes, table, to_data
 from pdd.topology.check import warnings
+from pdd.topology.discover import propose
+from pdd.topology.discover_sysfs import SYSFS, read_machine, restricted
+from pdd.topology.discover_yaml import topology_text
 from pdd.topology.load import load
 from pdd.topology.model import Replica, Role, Topology
 from pdd.topology.schema import schema
@@ -39,6 +43,19 @@ def show(path: str) -> Answer:
     return Answer(to_data(topology), f"{head}\n\n{_replicas(topology)}")
 
 
+def discover(sysfs: str, role: str) -> Answer:
+    """A topology for the machine whose sysfs it is; on this one, for the CPUs that this process may use.
+
+    Raises OperatorError where it is no sysfs.
+    """
+    machine = read_machine(Path(sysfs))
+    if Path(sysfs) == SYSFS:
+        machine = restricted(machine, os.sched_getaffinity(0))
+    ranks = propose(machine)
+    text = topology_text(machine, ranks, Role(role)).rstrip("\n")
+    return Answer({"machine": to_data(machine), "ranks": [to_data(rank) for rank in ranks]}, text)
+
+
 def print_schema() -> Answer:
     return Answer(schema(), as_json(schema()))
 
@@ -57,11 +74,18 @@ def _replicas(topology: Topology) -> str:
                     " ".join("+".join(replica.nics_by_rank[rank]) for rank in ranks if replica.nics_by_rank) or "auto"
                 )
                 memory = (replica.page_tokens, kv, replica.chunk_tokens)
-                rows.append((one, replica.role, shown, address, http, nics, cores, *memory))
+                rows.append((one, replica.role, shown, address, http, nics, cores, _progress(replica, ranks), *memory))
         if not node.replicas:
-            rows.append((node_name, "frontend", "", address, http, "", "", None, "", None))
-    columns = ("REPLICA", "ROLE", "RANKS", "CONTROL", "HTTP", "NICS", "CORES", "PAGE TOKENS", "KV", "CHUNK TOKENS")
-    return table(columns, rows)
+            rows.append((node_name, "frontend", "", address, http, "", "", "", None, "", None))
+    places = ("REPLICA", "ROLE", "RANKS", "CONTROL", "HTTP", "NICS", "CORES", "PROGRESS CORES")
+    return table((*places, "PAGE TOKENS", "KV", "CHUNK TOKENS"), rows)
+
+
+def _progress(replica: Replica, ranks: range) -> str:
+    by_rank = replica.progress_cores_by_rank
+    if by_rank is None:
+        return "auto"
+    return " ".join("+".join(map(str, by_rank[rank])) for rank in ranks) if by_rank else "all"
 
 
 def _sets(name: ReplicaName, replica: Replica) -> Iterator[tuple[ReplicaName, range]]:

@@ -1,7 +1,7 @@
 """Which replica serves a request, and why: pure choices over what is known of each.
 
-Less waiting wins. Among equals the prompt's first tokens decide (rendezvous hashing), so that prompts that share a
-beginning meet the same prefix cache.
+One that may be stuck comes last; then less waiting wins. Among equals the prompt's first tokens decide (rendezvous
+hashing), so that prompts that share a beginning meet the same prefix cache.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int
     """Prompt tokens that wait or are being prefilled."""
     max_sequences: int
+    late: bool = False
+    """Perhaps it is stuck: others come first."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -37,8 +39,8 @@ class Choice(msgspec.Struct, frozen=True):
 def choose_decoder(candidates: Sequence[Candidate], prompt: Sequence[int]) -> Choice | None:
     """Prefers replicas with room for the prompt now, then the least loaded. None without candidates."""
 
-    def cost(it: Candidate) -> tuple[bool, float, bytes]:
-        return it.free_pages * it.page_tokens < len(prompt), _load(it), _distance(it, prompt)
+    def cost(it: Candidate) -> tuple[bool, bool, float, bytes]:
+        return it.late, it.free_pages * it.page_tokens < len(prompt), _load(it), _distance(it, prompt)
 
     best = min(candidates, key=cost, default=None)
     if best is None:
@@ -48,7 +50,7 @@ def choose_decoder(candidates: Sequence[Candidate], prompt: Sequence[int]) -> Ch
 
 def choose_prefiller(candidates: Sequence[Candidate], prompt: Sequence[int]) -> Choice | None:
     """Prefers the fewest prompt tokens waiting. None without candidates."""
-    best = min(candidates, key=lambda it: (it.queued_tokens, _distance(it, prompt)), default=None)
+    best = min(candidates, key=lambda it: (it.late, it.queued_tokens, _distance(it, prompt)), default=None)
     return None if best is None else Choice(best.name, f"{best.queued_tokens} prompt tokens queued there")
 
 

@@ -51,6 +51,8 @@ class DecodeSide(Side[DecodeRequest]):
         """Takes a request in. Raises BadRequest or QueueFull when it cannot be served; then nothing is kept."""
         if request.id in self.records:
             raise BadRequest(f"request {request.id} is running already", param="id")
+        self._replica.check_prompt(request.prompt)
+        request.check()
         max_tokens = request.sampling.max_tokens
         self._replica.admission.enqueue(request.id, request.prompt, len(request.prompt), max_tokens)
         now_s = self.control.clock.now_s()
@@ -120,22 +122,24 @@ class DecodeSide(Side[DecodeRequest]):
         elif uncached <= self._policy.local_prefill_tokens:
             self._prefill_here(record, "short", f"only {uncached} tokens to prefill")
         elif record.attempts > self._policy.retries:
-            self._give_up(record, f"{record.attempts} handoffs failed, the last: {record.failure}")
+            self._give_up(record, _failure(record))
         else:
             try:
                 self._handoffs.begin(record)
-            except (NoPath, QueueFull, FabricError) as error:
-                self._give_up(record, str(error))
+            except QueueFull as error:
+                self._give_up(record, error)
+            except (NoPath, FabricError) as error:
+                self._give_up(record, HandoffFailed(str(error)) if record.attempts else NoPath(str(error)))
 
     def _prefill_here(self, record: DecodeRequest, why: str, reason: str) -> None:
         self.control.metrics.prefill_decisions.labels("decoder", why).inc()
         self.feed(record, e.LocalChosen(reason))
 
-    def _give_up(self, record: DecodeRequest, reason: str) -> None:
+    def _give_up(self, record: DecodeRequest, error: PddError) -> None:
         if self._policy.on_failure is OnHandoffFailure.RECOMPUTE:
-            self._prefill_here(record, "recompute", f"recompute here: {reason}")
+            self._prefill_here(record, "recompute", f"recompute here: {error}")
         else:
-            self.feed(record, e.broken(HandoffFailed(reason) if record.attempts else NoPath(reason)))
+            self.feed(record, e.broken(error))
 
     def _enqueue(self, record: DecodeRequest) -> None:
         self._replica.schedule(
@@ -230,3 +234,9 @@ class DecodeSide(Side[DecodeRequest]):
         for record in list(self.records.values()):
             if not record.machine.ending:
                 self.feed(record, e.broken(error))
+
+
+def _failure(record: DecodeRequest) -> PddError:
+    """Of the latest of its handoffs, when there is to be no other."""
+    reason = f"{record.attempts} handoffs failed, the last: {record.failure}"
+    return HandoffFailed(reason) if record.retry_after_s is None else QueueFull(reason, record.retry_after_s)

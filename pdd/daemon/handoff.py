@@ -13,7 +13,7 @@ from functools import partial
 import structlog
 
 from pdd.base.errors import NoPath, RequestTooLarge
-from pdd.base.ids import Immediate, Incarnation, NodeName, PageId, RequestId
+from pdd.base.ids import Immediate, Incarnation, NodeName, PageId
 from pdd.daemon.balance import Choice, choose_prefiller
 from pdd.daemon.peers import Peer
 from pdd.daemon.records import DecodeRequest, Handoff
@@ -61,6 +61,7 @@ class Handoffs:
             )
         record.peer = choice.name
         record.attempts += 1
+        record.retry_after_s = None
         lease_s = self._policy.lease_s
         record.lease = asyncio.get_running_loop().call_later(lease_s, self._lease_over, record, immediates[0])
         self._side.feed(record, e.TicketSent(f"to {choice.name}: {choice.reason}; {len(pages)} pages, seed {seed}"))
@@ -171,33 +172,53 @@ class Handoffs:
         messenger = self._replica.messenger
         messenger.revoke(incarnation)
         if not messenger.fences:
-            for record in self._side.records.values():
+            for record in list(self._side.records.values()):
                 handoff = record.handoff
-                if handoff is not None and handoff.incarnation == incarnation:
-                    asyncio.get_running_loop().call_later(self._policy.lease_s, self._expire, record.id)
+                if handoff is not None and handoff.incarnation == incarnation and not handoff.shut_out:
+                    self._wait_for_late_writes(record, handoff)
         self._replica.poll()
 
-    def _expire(self, request: RequestId) -> None:
-        self._replica.messenger.expire(request)
-        self._replica.poll()
+    def _wait_for_late_writes(self, record: DecodeRequest, handoff: Handoff) -> None:
+        """In the place of its lease: nobody is left to be asked or fenced."""
+        if record.machine.state is not DecodeState.DRAINING:
+            return  # an earlier handoff of a request that has got on
+        handoff.shut_out = True
+        if record.lease is not None:
+            record.lease.cancel()
+        lease_s, provider = self._policy.lease_s, self._replica.provider
+        record.lease = asyncio.get_running_loop().call_later(lease_s, self._expire, record, handoff)
+        reason = f"{provider} does not fence: late writes may come for {lease_s:g} s, so long the pages are nobody's"
+        self._side.feed(record, e.HandoffFailed(reason))
+
+    def _expire(self, record: DecodeRequest, handoff: Handoff) -> None:
+        # Else late writes have completed that one, and the replica itself may be gone.
+        if record.handoff is handoff and not record.machine.terminal:
+            self._replica.messenger.expire(record.id)
+            self._replica.poll()
 
     def message(self, node: NodeName, message: wire.HandoffMessage) -> bool:
         """News of a handoff. False when it names another one than the present: it is late and changes nothing."""
+        self._replica.poll()  # pages that are all there already are used, whatever the prefiller says
         record = self._side.records.get(message.request)
         handoff = record.handoff if record else None
         if record is None or handoff is None or (handoff.immediate, handoff.node) != (message.immediate, node):
             return False
         match message:
             case wire.PrefillAccepted():
-                if record.machine.allows(e.PrefillerAccepted):
+                if record.machine.allows(e.PrefillerAccepted) and not handoff.accepted:
+                    handoff.accepted = True
                     self._side.feed(record, e.PrefillerAccepted(f"{node} took it in"))
             case wire.PrefillEnded():
-                self._prefill_ended(record, message)
+                if not handoff.ended:
+                    handoff.ended = True
+                    self._prefill_ended(record, message)
             case wire.PrefillDigests():
                 handoff.their_digests = message.digests
                 self._compare(record, handoff)
             case wire.PrefillRejected():
-                self._over(record, f"{handoff.prefiller} rejected it: {message.reason}")
+                if record.machine.state in _IN_FLIGHT:
+                    record.retry_after_s = message.retry_after_s
+                    self._over(record, f"{handoff.prefiller} rejected it: {message.reason}")
                 self._replica.messenger.rejected(record.id, handoff.immediate)
             case wire.PrefillStopped():
                 if record.machine.state in _IN_FLIGHT:
@@ -236,9 +257,14 @@ class Handoffs:
             if record.machine.state in _IN_FLIGHT:  # our own port broke: nobody had to fail before
                 self._failed(record, "a fabric port of this replica failed")
             self._control.metrics.handoffs.labels("fenced" if event.fenced else "drained").inc()
-            self._side.feed(
-                record, e.Drained("the peer's key is closed" if event.fenced else "all posted writes counted")
-            )
+            self._side.feed(record, e.Drained(self._why_safe(event)))
+
+    def _why_safe(self, event: transfer.Drained) -> str:
+        if not event.fenced:
+            return "all posted writes counted"
+        if self._replica.messenger.fences:
+            return "the peer's key is closed"
+        return "the peer's key is closed, and the time of its late writes is over"
 
     def _verify(self, record: DecodeRequest, handoff: Handoff, plan: DigestPlan, event: transfer.Arrived) -> None:
         """All pieces are in place: are they those that were sent?"""

@@ -171,7 +171,8 @@ class Node:
     def load(self) -> wire.Load:
         self._num_beats += 1
         self._last_beat_s = self.clock.now_s()
-        replicas = tuple(replica.load(self.draining) for replica in self.replicas.values())
+        silence_s = self.topology.cluster.silence_s
+        replicas = tuple(replica.load(self.draining, silence_s) for replica in self.replicas.values())
         load = wire.Load(sequence=self._num_beats, replicas=replicas)
         self.peers.load(self.name, load)
         return load
@@ -219,6 +220,9 @@ class Node:
 
     def _pair(self, peer: Peer) -> None:
         """Pairs each of its replicas with each of ours that it can work with. Called whenever either side has news."""
+        for replica in self.replicas.values():
+            if replica.role is Role.PREFILL:
+                replica.messenger.keep(peer.incarnation, peer.replicas.keys())
         for info in peer.replicas.values():
             for replica in self.replicas.values():
                 if {replica.role.value, info.role} != {Role.PREFILL.value, Role.DECODE.value}:
@@ -241,7 +245,8 @@ class Node:
 
     def _granted(self, peer: Peer, grant: wire.Grant) -> None:
         """A NIC of a decode replica lets us write through it: every prefill replica here that fits connects."""
-        if grant.replica in peer.replicas and grant.replica not in peer.refused:
+        info = peer.replicas.get(grant.replica)
+        if info is not None and info.name not in peer.refused and grant.rank < info.shape.tp:
             for replica in self.replicas.values():
                 if replica.role is Role.PREFILL:
                     replica.messenger.connect(peer.incarnation, grant)
@@ -294,13 +299,11 @@ class Node:
             prefill.cancel(request, reason)
 
     def _handoff_news(self, peer: NodeName, message: wire.HandoffMessage) -> None:
-        side = next((it for it in self._decode.values() if message.request in it.records), None)
-        if side is None or not side.message(peer, message):
+        if not any(side.message(peer, message) for side in self._decode.values()):
             self.metrics.stale_messages.labels(type(message).__name__).inc()
 
     def _prefill_cancelled(self, peer: NodeName, message: wire.CancelPrefill) -> None:
-        side = next((it for it in self._prefill.values() if message.request in it.records), None)
-        if side is None or not side.cancelled(peer, message):
+        if not any(side.cancelled(peer, message) for side in self._prefill.values()):
             # All was sent (the decoder will count it), or it was stopped or rejected (the decoder was told).
             self.metrics.stale_messages.labels("CancelPrefill").inc()
 
@@ -327,7 +330,7 @@ def _misfit(ours: wire.ReplicaInfo, theirs: wire.ReplicaInfo) -> str:
     differing = list(incompatibilities(ours.shape, theirs.shape))
     if ours.model_digest != theirs.model_digest:
         differing.append(f"model digest {ours.model_digest} here, {theirs.model_digest} there")
-    ours_provider, theirs_provider = ours.ranks[0].fabric_provider, theirs.ranks[0].fabric_provider
+    ours_provider, theirs_provider = (it.ranks[0].fabric_provider if it.ranks else "none" for it in (ours, theirs))
     if ours_provider != theirs_provider:
         differing.append(f"fabric provider {ours_provider} here, {theirs_provider} there")
     return "; ".join(differing)

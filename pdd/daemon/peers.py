@@ -38,9 +38,9 @@ class PeerBook:
         self._peers.pop(node, None)
 
     def announce(self, node: NodeName, message: Announce) -> Peer:
-        """Replaces what was known of its replicas."""
+        """Replaces what was known of its replicas. Of another node's it is not believed."""
         peer = self._peers[node]
-        peer.replicas = {info.name: info for info in message.replicas}
+        peer.replicas = {info.name: info for info in message.replicas if info.name.startswith(f"{node}/")}
         peer.refused = {}
         return peer
 
@@ -85,4 +85,5 @@ def _candidate(info: ReplicaInfo, load: ReplicaLoad | None) -> Candidate:
         num_running=load.num_running if load else 0,
         queued_tokens=load.queued_tokens if load else 0,
         max_sequences=info.max_sequences,
+        late=load is not None and load.late,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from pdd.base.errors import BadTicket, PddError
+from pdd.base.errors import BadTicket, PddError, QueueFull
 from pdd.base.ids import Incarnation, NodeName, RequestId
 from pdd.daemon.records import PrefillJob
 from pdd.daemon.replica_set import ReplicaSet
@@ -30,6 +30,8 @@ class PrefillSide(Side[PrefillJob]):
     def __init__(self, control: Control, replica: ReplicaSet) -> None:
         super().__init__(control)
         self._replica = replica
+        self._delayed: dict[RequestId, PrefillJob] = {}
+        """Those whose request had an earlier ticket, of which a step still runs and uses pages under the same name."""
 
     def receive(self, node: NodeName, incarnation: Incarnation, ticket: wire.PrefillRequest) -> None:
         now_s = self.control.clock.now_s()
@@ -39,7 +41,7 @@ class PrefillSide(Side[PrefillJob]):
         if known is None:
             self.begin(job)
         elif known.ticket.immediates != ticket.immediates:
-            self._reject(job, "duplicate", f"request {ticket.request} is being prefilled already")
+            self._reject(job, BadTicket(f"request {ticket.request} is being prefilled already"))
         else:
             # The same ticket again: a rejection would say that nothing was posted, and the first one may have.
             self.control.metrics.stale_messages.labels("PrefillRequest").inc()
@@ -49,7 +51,8 @@ class PrefillSide(Side[PrefillJob]):
         job = self.records.get(message.request)
         if job is None or job.ticket.immediates[0] != message.immediate or job.node != node:
             return False
-        self.feed(job, e.CancelAsked("the decoder cancelled"))
+        if job.machine.state is not PrefillState.DRAINING:
+            self.feed(job, e.CancelAsked("the decoder cancelled"))
         return True
 
     def cancel(self, request: RequestId, reason: str) -> None:
@@ -86,7 +89,8 @@ class PrefillSide(Side[PrefillJob]):
             case Effect.CONFIRM_STOP:
                 self._confirm_stop(record)
             case Effect.REJECT:
-                self._reject(record, "rejected", record.machine.story[-1].reason)
+                assert record.rejection is not None  # nothing else rejects
+                self._reject(record, record.rejection)
             case Effect.RELEASE:
                 self._release(record)
             case _:
@@ -95,9 +99,12 @@ class PrefillSide(Side[PrefillJob]):
     def _allocate(self, job: PrefillJob) -> None:
         try:
             self._accept(job)
-            self._replica.admission.enqueue(job.id, job.prompt, len(job.prompt) - 1, 0)
+            if self._replica.admission.is_admitted(job.id):
+                self._delayed[job.id] = job
+            else:
+                self._enqueue(job)
         except PddError as error:
-            self.feed(job, e.Rejected(str(error)))
+            self._refuse(job, error)
             return
         job.lease = asyncio.get_running_loop().call_later(job.ticket.lease_s, self._lease_over, job)
         self.control.send(job.node, wire.PrefillAccepted(request=job.id, immediate=job.ticket.immediates[0]))
@@ -105,15 +112,28 @@ class PrefillSide(Side[PrefillJob]):
 
     def _accept(self, job: PrefillJob) -> None:
         """Raises PddError when the ticket does not fit what we know of its sender."""
-        if self._replica.admission.is_admitted(job.id):
-            raise BadTicket(f"the step that runs still uses the pages of an earlier ticket of request {job.id}")
+        self._replica.check_prompt(job.prompt)
         peer = self.control.peers.get(job.node)
         info = peer.replicas.get(job.ticket.target_replica) if peer else None
         if info is None:
             raise BadTicket(f"{job.ticket.target_replica} is no replica of {job.node} that we know")
         self._replica.messenger.accept(job.ticket, job.incarnation, info.shape)
 
+    def _enqueue(self, job: PrefillJob) -> None:
+        """Raises PddError where there is no room."""
+        self._replica.admission.enqueue(job.id, job.prompt, len(job.prompt) - 1, 0)
+
+    def _refuse(self, job: PrefillJob, error: PddError) -> None:
+        job.rejection = error
+        self.feed(job, e.Rejected(str(error)))
+
     def admit(self) -> None:
+        for job in [it for it in self._delayed.values() if not self._replica.admission.is_admitted(it.id)]:
+            del self._delayed[job.id]
+            try:
+                self._enqueue(job)
+            except PddError as error:
+                self._refuse(job, error)
         for admitted in self._replica.admit():
             self.give_pages(self.records[admitted.request], admitted.allocation)
 
@@ -166,14 +186,20 @@ class PrefillSide(Side[PrefillJob]):
         )
         self.control.send(job.node, stopped)  # when the link is down, the decoder has fenced us
 
-    def _reject(self, job: PrefillJob, code: str, reason: str) -> None:
-        ticket = job.ticket
-        rejection = wire.PrefillRejected(request=job.id, immediate=ticket.immediates[0], code=code, reason=reason)
+    def _reject(self, job: PrefillJob, error: PddError) -> None:
+        rejection = wire.PrefillRejected(
+            request=job.id,
+            immediate=job.ticket.immediates[0],
+            code=error.code,
+            reason=str(error),
+            retry_after_s=min(error.retry_after_s, 3600.0) if isinstance(error, QueueFull) else None,
+        )
         self.control.send(job.node, rejection)
 
     def _release(self, job: PrefillJob) -> None:
         if job.lease is not None:
             job.lease.cancel()
+        self._delayed.pop(job.id, None)
         self._replica.messenger.stop(job.id)
         self._replica.poll()  # a job that had not begun is over with that: the same request may come again at once
         self._replica.retire(job.id)
@@ -198,7 +224,8 @@ class PrefillSide(Side[PrefillJob]):
 
     def computed(self, plan: StepPlan, seconds: float) -> None:
         for chunk in plan.chunks:
-            if job := self.records.get(chunk.request):
+            job = self.records.get(chunk.request)
+            if job is not None and job.id not in self._delayed:
                 job.compute_s += seconds
 
     def outcome(self, outcome: Outcome) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pdd.daemon.node import Node
-from pdd.daemon.replica_set import ReplicaSet
 from pdd.lifecycle.request import Readiness
 from pdd.topology.model import OnHandoffFailure, Role
 
@@ -28,12 +27,12 @@ def readiness(node: Node) -> Readiness:
 def standstill(node: Node) -> str | None:
     """What makes no progress although it should: the event loop, or an executor that was not even replaced. None: all
     is moving. A daemon of which this is true for long cannot help itself: the watchdog is not fed."""
-    limits, silence_s = node.topology.limits, node.topology.cluster.silence_s
+    silence_s = node.topology.cluster.silence_s
     if node.late_s > silence_s:  # by now our peers hold us for lost
         return f"the node's event loop is late by {node.late_s:.1f} s"
     for replica in node.replicas.values():
-        if _step_age_s(node, replica) > limits.step_s:
-            return f"replica {replica.name} has been in one step for {_step_age_s(node, replica):.0f} s"
+        if replica.asked is not None and replica.silent_s > replica.asked.limit_s:
+            return f"an executor of {replica.name} has not answered for {replica.silent_s:.0f} s"
     return None
 
 
@@ -64,7 +63,3 @@ def _hands_off(node: Node) -> bool:
 def _without_prefiller(node: Node) -> str:
     refused = [reason for peer in node.peers for reason in peer.refused.values()]
     return f"no prefiller is reachable{': ' + refused[0] if refused else ''}"
-
-
-def _step_age_s(node: Node, replica: ReplicaSet) -> float:
-    return 0.0 if replica.step_started_s is None else node.clock.now_s() - replica.step_started_s

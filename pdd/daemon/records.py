@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from pdd.base.errors import PddError
 from pdd.base.ids import Immediate, Incarnation, NodeName, ReplicaName, RequestId
 from pdd.lifecycle.machine import Machine
 from pdd.lifecycle.request import GenerateRequest, TokenOutput
@@ -71,6 +72,11 @@ class Handoff(msgspec.Struct):
     immediate: Immediate
     stopping: bool = False
     """The prefiller knows that it is over (it said so, or it is gone): no cancel needs to be sent."""
+    accepted: bool = False
+    ended: bool = False
+    """What the prefiller has said: it needs to say it once."""
+    shut_out: bool = False
+    """The prefiller's key is closed, yet its late writes may come: only time ends the drain."""
     plan: DigestPlan | None = None
     """Where the pages are to be verified."""
     arrived: Arrived | None = None
@@ -90,6 +96,8 @@ class DecodeRequest(Record):
         self.attempts = 0
         self.failure = ""
         """Why the latest handoff failed."""
+        self.retry_after_s: float | None = None
+        """Where it failed only because the prefiller was full: when that may have room."""
         self.deadline: asyncio.TimerHandle | None = None
         self.lease: asyncio.TimerHandle | None = None
 
@@ -106,6 +114,7 @@ class PrefillJob(Record):
         self.sent: Sent | None = None
         """Kept when the last write ends before the executor has reported the step that made it, or before its pages
         are hashed."""
+        self.rejection: PddError | None = None
         self.hashing = False
         """Its pages are being read for the target, which wants to verify them."""
         self.num_posted = (0,) * len(ticket.immediates)

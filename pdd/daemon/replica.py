@@ -18,7 +18,7 @@ from pdd.base.errors import PddError, ReplicaFailed
 from pdd.base.ids import ReplicaName, set_name
 from pdd.daemon.metrics import Metrics
 from pdd.daemon.rank import Rank, executor_configs
-from pdd.daemon.replica_set import ReplicaSet
+from pdd.daemon.replica_set import Asked, ReplicaSet
 from pdd.engine.handle import ExecutorHandle
 from pdd.engine.pack import PackedModel
 from pdd.engine.plan import StepPlan
@@ -34,6 +34,10 @@ from pdd.transfer.messenger import Messenger
 log = structlog.get_logger(__name__)
 
 _AFTERMATH_S = 0.2
+_PROBE_S = 1.0
+"""How often executors without work are asked whether they are there."""
+_NUM_BEATS = 4
+"""Parts that a time limit of an executor is waited for in."""
 
 
 class Replica:
@@ -47,7 +51,7 @@ class Replica:
         ranks: list[Rank],
         sets: list[ReplicaSet],
         work: asyncio.Event,
-        step_s: float,
+        limits: Limits,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
@@ -57,7 +61,7 @@ class Replica:
         self._parallel = config.parallel
         self._ranks = ranks
         self._work = work
-        self._step_s = step_s
+        self._limits = limits
         self._clock = clock
         self._metrics = metrics
 
@@ -77,7 +81,7 @@ class Replica:
         metrics: Metrics,
     ) -> Replica:
         """Starts the executors, waits for their models, and opens the fabric. Raises PddError."""
-        ranks = await _start_ranks(name, config, model, run_dir)
+        ranks = await _start_ranks(name, config, model, run_dir, limits.load_s)
         work = asyncio.Event()
         tp, dp = config.parallel.tp, config.parallel.dp
         shape = KvShape(tp=tp, num_kv_heads=model.config.num_kv_heads, layout=ranks[0].layout)
@@ -88,9 +92,7 @@ class Replica:
             )
             for dp_rank in range(dp)
         ]  # fmt: skip
-        replica = cls(
-            name, config, ranks=ranks, sets=sets, work=work, step_s=limits.step_s, clock=clock, metrics=metrics
-        )
+        replica = cls(name, config, ranks=ranks, sets=sets, work=work, limits=limits, clock=clock, metrics=metrics)
         try:
             if config.role is not Role.COLOCATED:
                 hosts = port_hosts(config, host)
@@ -148,13 +150,24 @@ class Replica:
             while True:
                 plans = [one.plan() for one in sets]
                 if not any(plans):
-                    # Whoever sets the event wakes all loops of the replica; each looks for itself.
-                    self._work.clear()
-                    await self._work.wait()
+                    await self._rest(sets)
                     continue
                 await self._step(sets, plans)
         except PddError as error:
             return error
+
+    async def _rest(self, sets: list[ReplicaSet]) -> None:
+        """Until there may be work again, or it is time to see whether the executors are still there."""
+        # Whoever sets the event wakes all loops of the replica; each looks for itself.
+        self._work.clear()
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                await self._work.wait()
+        except TimeoutError:
+            nothing = Step(number=0, release=[], start=[], rows=[])
+            await asyncio.gather(
+                *(self._ask(one, nothing, Asked("answer", "answer_s", self._limits.answer_s)) for one in sets)
+            )
 
     async def _step(self, sets: list[ReplicaSet], plans: list[StepPlan | None]) -> None:
         joint = len(sets) > 1 and any(plan is not None and plan.step.rows for plan in plans)
@@ -172,31 +185,57 @@ class Replica:
             step = msgspec.structs.replace(step, joint=True)
         elif not (step.rows or step.release):  # nothing, or only cached prefixes to send: the executors have no part
             return StepDone(number=step.number, sampled=[], compute_s=0.0)
-        first = self.sets.index(one) * self._parallel.tp
-        ranks = self._ranks[first : first + self._parallel.tp]
-        one.step_started_s = self._clock.now_s()
-        try:
-            async with asyncio.timeout(self._step_s):
-                done, *_ = await asyncio.gather(*(rank.handle.step(step) for rank in ranks))
-        except TimeoutError:
-            raise ReplicaFailed(
-                f"step {step.number} of {one.name} took longer than limits.step_s ({self._step_s:g} s): an executor is "
-                f"stuck ({', '.join(f'pid {rank.handle.pid}' for rank in ranks)})"
-            ) from None
-        one.step_started_s = None
+        done = await self._ask(one, step, Asked(f"step {step.number}", "step_s", self._limits.step_s))
         self._metrics.steps.labels(one.name).inc()
         self._metrics.step_compute.labels(self.role).observe(done.compute_s)
         return done
 
+    async def _ask(self, one: ReplicaSet, step: Step, asked: Asked) -> StepDone:
+        """Raises ReplicaFailed when a rank of the set does not answer in time, or cannot."""
+        first = self.sets.index(one) * self._parallel.tp
+        ranks = self._ranks[first : first + self._parallel.tp]
+        one.asked, one.asked_at_s = asked, self._clock.now_s()
+        try:
+            done, *_ = await _within(asked.limit_s, asyncio.gather(*(rank.handle.step(step) for rank in ranks)))
+        except TimeoutError:
+            raise ReplicaFailed(
+                f"{asked.what} of {one.name} took longer than limits.{asked.limit} ({asked.limit_s:g} s): an executor "
+                f"is stuck ({', '.join(f'pid {rank.handle.pid}' for rank in ranks)})"
+            ) from None
+        one.asked = None
+        return done
 
-async def _start_ranks(name: ReplicaName, config: ReplicaConfig, model: PackedModel, run_dir: Path) -> list[Rank]:
+
+async def _within(limit_s: float, answers: asyncio.Future[list[StepDone]]) -> list[StepDone]:
+    """Raises TimeoutError. Counts beats of its own: while this daemon itself stood still, nobody was late."""
+    try:
+        for _ in range(_NUM_BEATS):
+            done, _ = await asyncio.wait((answers,), timeout=limit_s / _NUM_BEATS)
+            if done:
+                return answers.result()
+        raise TimeoutError
+    finally:
+        if answers.cancel():
+            await asyncio.gather(answers, return_exceptions=True)
+
+
+async def _start_ranks(
+    name: ReplicaName, config: ReplicaConfig, model: PackedModel, run_dir: Path, load_s: float
+) -> list[Rank]:
     """All executors at once: they find each other before they are ready."""
     rendezvous = run_dir / f"{name.replace('/', '-')}.rendezvous"
     rendezvous.unlink(missing_ok=True)  # of an earlier life
     configs = executor_configs(name, config, model, str(rendezvous))
     starts = [asyncio.create_task(ExecutorHandle.start(one)) for one in configs]
     try:
-        return [Rank(handle) for handle in await asyncio.gather(*starts)]
+        try:
+            async with asyncio.timeout(load_s):
+                return [Rank(handle) for handle in await asyncio.gather(*starts)]
+        except TimeoutError:
+            raise ReplicaFailed(
+                f"the executors of {name} did not load within limits.load_s ({load_s:g} s): one is stuck, or the limit "
+                f"is too short for the model"
+            ) from None
     except BaseException:
         for start in starts:
             start.cancel()

@@ -12,8 +12,10 @@ from collections.abc import Sequence as Several
 from contextlib import ExitStack
 from typing import Protocol
 
+import msgspec
+
 from pdd.base.clock import Clock
-from pdd.base.errors import PddError
+from pdd.base.errors import BadRequest, PddError
 from pdd.base.ids import ReplicaName, RequestId, SequenceId
 from pdd.engine.admission import Admission, Admitted
 from pdd.engine.pack import PackedModel
@@ -35,6 +37,14 @@ from pdd.wire.messages import RankInfo, ReplicaInfo, ReplicaLoad
 Digesting = Several[memoryview]
 """The arenas of a set, rank by rank, while they are hashed."""
 Digests = tuple[int, ...]
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What the executors of a set were asked, and which of the topology's limits says how long that may take."""
+
+    what: str
+    limit: str
+    limit_s: float
 
 
 class SetUser(Protocol):
@@ -77,12 +87,14 @@ class ReplicaSet:
         self.failure: str | None = None
         self.gigabytes_per_s: float | None = None
         self.num_steps = 0
-        self.step_started_s: float | None = None
-        """When the step that runs now was sent to the executors; None between steps."""
+        self.asked: Asked | None = None
+        """What the executors have not answered yet."""
+        self.asked_at_s = 0.0
         self.broken = asyncio.Event()
         """Set when a fabric endpoint of the set is gone for good."""
         self._config = config
         self._model = model
+        self._max_sequence_tokens = max_sequence_tokens
         self._clock = clock
         self._work = work
         self._ports: tuple[LibfabricPort, ...] = ()
@@ -116,6 +128,14 @@ class ReplicaSet:
         """Only sets that hand off or take over have one: not colocated ones."""
         assert self._messenger is not None, self.name
         return self._messenger
+
+    def check_prompt(self, prompt: tuple[int, ...]) -> None:
+        """Raises BadRequest for what no executor could run: HTTP lets none of it in, but peers may send anything."""
+        if not 0 < len(prompt) <= self._max_sequence_tokens:
+            raise BadRequest(f"{len(prompt)} prompt tokens; 1 to {self._max_sequence_tokens} can be run", "prompt")
+        vocab_size = self._model.config.vocab_size
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise BadRequest(f"the prompt has a token id outside the vocabulary of {vocab_size}", "prompt")
 
     def schedule(
         self,
@@ -257,10 +277,17 @@ class ReplicaSet:
         """What the invariant checkers find wrong; empty when all is well."""
         return self.pool.check() + (self._messenger.check() if self._messenger is not None else [])
 
-    def load(self, draining: bool) -> ReplicaLoad:
+    @property
+    def silent_s(self) -> float:
+        """How long the executors have not answered what they were asked."""
+        return self._clock.now_s() - self.asked_at_s if self.asked is not None else 0.0
+
+    def load(self, draining: bool, silence_s: float) -> ReplicaLoad:
+        """`silence_s`: executors that have not answered for so long may be stuck."""
         return ReplicaLoad(
             name=self.name,
             ready=self.failure is None and not draining,
+            late=self.silent_s > silence_s,
             free_pages=self.pool.available,
             num_queued=self.admission.num_waiting,
             num_running=self.admission.num_admitted,

@@ -84,13 +84,23 @@ class Supervisor:
         """Its requests were told; their pages belong to memory that goes away, so first nobody may write there."""
         self._node.down[self._name] = str(error)
         self._node.announce_to_all()
-        try:
-            async with asyncio.timeout(DRAIN_S):
-                await asyncio.gather(*(self._node.side_of(one).idle.wait() for one in replica.sets))
-        except TimeoutError:
+        if not await self._idle_within(replica, DRAIN_S):
             for one in replica.sets:
                 self._node.shut_out_all(one, f"{one.name} failed")
+            # Where the provider fences they are idle now. Elsewhere late writes of those that were shut out may still
+            # come for a lease (Handoffs._shut_out).
+            if not await self._idle_within(replica, self._node.topology.handoff.lease_s + DRAIN_S):
+                log.error("a failed replica is taken down with requests that have not ended", replica=self._name)
         for one in replica.sets:
             self._node.remove_set(one)
         self._replica = None
         await replica.stop()
+
+    async def _idle_within(self, replica: Replica, seconds: float) -> bool:
+        """Whether all its requests end by then."""
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*(self._node.side_of(one).idle.wait() for one in replica.sets))
+        except TimeoutError:
+            return False
+        return True

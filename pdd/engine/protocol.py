@@ -1,7 +1,8 @@
 """What a daemon and its executor processes say to each other over a Unix socket pair.
 
 Each frame is 4 bytes of length (little endian) and a msgpack body. The daemon plans, the executor computes: one `Step`
-down, one `StepDone` up, strictly in turn. The executor owns the arena; `ExecutorReady` carries its descriptors.
+down, one `StepDone` up, strictly in turn. A step of nothing only asks whether the executor is there. The executor owns
+the arena; `ExecutorReady` carries its descriptors.
 """
 
 from __future__ import annotations

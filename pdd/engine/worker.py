@@ -23,6 +23,7 @@ import msgspec
 
 from pdd.base.errors import InvariantBroken, OperatorError, PddError, TopologyInvalid
 from pdd.base.process import die_with_parent
+from pdd.engine.affinity import node_of, pin, prefer_node
 from pdd.engine.config import ModelConfig
 from pdd.engine.gathering import Gathering
 from pdd.engine.pack import PackedModel, open_packed
@@ -33,6 +34,7 @@ from pdd.engine.toy import ToyModel
 from pdd.memory.arena import Arena, LayerCounter, WakeFd
 from pdd.memory.layout import KvLayout
 from pdd.memory.shape import heads_of
+from pdd.topology.discover_sysfs import numa_nodes
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 """Longer frames are refused: a step is a few hundred kilobytes at most."""
@@ -85,6 +87,7 @@ def serve(channel: Channel) -> None:
     if faults := check_parallel(packed.config, config.tp, config.dp, config.ep):
         raise TopologyInvalid("\n".join(f"{config.replica}: {fault}" for fault in faults))
     arena = Arena.create(plan_layout(packed.config, config))
+    _place(arena, config)
     counter, wakes = LayerCounter.create(), _wakes(config)
     model = build_model(packed, arena, LayerProgress(counter, wakes), config)
     runner = Runner(model, arena.layout, packed.config)
@@ -143,14 +146,16 @@ def resident_bytes() -> int:
 def _pin(config: ExecutorConfig) -> None:
     """Before anything starts a thread: threads inherit the affinity, and OpenMP reads the count once."""
     if config.cores:
-        try:
-            os.sched_setaffinity(0, config.cores)
-        except OSError as error:
-            raise OperatorError(
-                f"{config.replica}: cannot run on cores {list(config.cores)}: {error.strerror}; "
-                f"this machine allows {sorted(os.sched_getaffinity(0))}"
-            ) from error
+        pin(config.replica, config.cores)
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
+
+
+def _place(arena: Arena, config: ExecutorConfig) -> None:
+    """Before anybody touches the arena: its memory comes from the executor's NUMA node where it is pinned to one."""
+    node = node_of(config.cores, numa_nodes()) if config.cores else None
+    if node is not None and not prefer_node(arena.address, arena.num_bytes, node):
+        text = f"{config.replica}: the system refuses to keep the KV memory on NUMA node {node} (mbind)"
+        print(f"{text}: in a container, allow it with CAP_SYS_NICE", file=sys.stderr)
 
 
 def _decoded(body: bytes, kind: type[T]) -> T:

@@ -14,10 +14,12 @@ from pdd.fabric.loopback_port import LoopbackPort, Message
 class LoopbackFabric:
     """Ports that reach each other, and the hand on their faults. A fault names the port that suffers it."""
 
-    def __init__(self, seed: int, reorder: bool = True) -> None:
-        """`reorder`: pieces overtake each other; else those of one port arrive in the order of their posting."""
+    def __init__(self, seed: int, reorder: bool = True, fences: bool = True) -> None:
+        """`reorder`: pieces overtake each other; else those of one port arrive in the order of their posting.
+        `fences`: see ProviderInfo; without them LoopbackPort.end_late ends what may still come."""
         self._random = random.Random(seed)  # noqa: S311 (a simulation repeats itself)
         self._reorder = reorder
+        self.fences = fences
         self._ports: list[LoopbackPort] = []
         self._held: set[LoopbackPort] = set()
         self._dead: set[LoopbackPort] = set()
@@ -27,7 +29,7 @@ class LoopbackFabric:
         """Also the clock: `first_s` and `last_s` of CountReached are numbers of steps."""
 
     def open_port(self, max_writes: int = 4096) -> LoopbackPort:
-        port = LoopbackPort(len(self._ports), self._random, max_writes)
+        port = LoopbackPort(len(self._ports), self._random, max_writes, self.fences)
         self._ports.append(port)
         return port
 

@@ -100,12 +100,16 @@ class LoopbackPort:
     random: random.Random
     """Source of keys; the network's, so that a run can be repeated."""
     max_writes: int
+    fences: bool = True
+    """False: what was posted with a key may be placed after its `release`, until `end_late`."""
     outbox: list[Message] = field(default_factory=list)
     """What this port has posted and the network has neither placed nor lost."""
     _writes: dict[Token, ActiveWrite] = field(default_factory=dict)
     _unread: int = 0
     _counts: dict[int, Count] = field(default_factory=dict)
     _memories: dict[Memory, Registration] = field(default_factory=dict)
+    _late: dict[int, Registration] = field(default_factory=dict)
+    """By key: released ones that still let writes in."""
     _peers: dict[Peer, bytes] = field(default_factory=dict)
     _watches: dict[Watch, int] = field(default_factory=dict)
     _handles: Iterator[int] = field(default_factory=lambda: iter(range(1, 1 << 32)))
@@ -123,7 +127,7 @@ class LoopbackPort:
             library_version="-",
             pages_per_write=1,
             max_write_bytes=UNBOUNDED_BYTES,
-            fences=True,
+            fences=self.fences,
         )
 
     @property
@@ -141,7 +145,9 @@ class LoopbackPort:
     def release(self, memory: Memory) -> None:
         self._demand(memory in self._memories, errno.ENOENT, f"release memory {memory}")
         self._cancel_all(write for write in self._writes.values() if write.spec.memory == memory)
-        del self._memories[memory]
+        released = self._memories.pop(memory)
+        if not self.fences:
+            self._late[released.key] = released
 
     def add_peer(self, address: bytes) -> Peer:
         self._demand(address.startswith(PREFIX), errno.EINVAL, f"add peer at {address.hex()}")
@@ -216,6 +222,7 @@ class LoopbackPort:
             return
         self._abandon_all(list(self._writes.values()), errno.ECANCELED)
         self._memories.clear()
+        self._late.clear()
         self._peers.clear()
         self._closed = True
         os.close(self._fd)
@@ -225,7 +232,15 @@ class LoopbackPort:
     def listens_at(self, address: bytes) -> bool:
         if self._closed:
             return False
-        return address == self.address or any(each.own_address == address for each in self._memories.values())
+        return address == self.address or any(each.own_address == address for each in self._open)
+
+    @property
+    def _open(self) -> list[Registration]:
+        return [*self._memories.values(), *self._late.values()]
+
+    def end_late(self, key: int) -> None:
+        """The provider's bound for late writes has passed since that key was released."""
+        self._late.pop(key, None)
 
     def post(self) -> None:
         """Puts what the counters allow into the outbox."""
@@ -246,7 +261,7 @@ class LoopbackPort:
     def place(self, message: Message, now_s: float) -> None:
         """Arrival: nothing happens, as on a real fabric, when the key is closed or does not cover the bytes."""
         spec = message.write.spec
-        keyed = next((each for each in self._memories.values() if each.key == spec.key), None)
+        keyed = next((each for each in self._open if each.key == spec.key), None)
         if keyed is None or not keyed.covers(message.target_address, message.length_bytes) or message.content is None:
             return
         ctypes.memmove(message.target_address, message.content, message.length_bytes)

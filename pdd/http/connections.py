@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
 from contextlib import suppress
 
 import structlog
@@ -17,6 +16,7 @@ from aiohttp import web
 from pdd.http.faults import Fault, fault_of
 from pdd.http.metrics import HttpMetrics
 from pdd.topology.model import Limits
+from pdd.wire.tls import HttpsTls
 
 log = structlog.get_logger("pdd.http")
 
@@ -80,7 +80,7 @@ def _as_exception(exc: BaseException | None) -> Exception:
 class Connections:
     """Accepts clients for an aiohttp server. `tls`: None for HTTP in clear."""
 
-    def __init__(self, server: web.Server, tls: ssl.SSLContext | None, limits: Limits, metrics: HttpMetrics) -> None:
+    def __init__(self, server: web.Server, tls: HttpsTls | None, limits: Limits, metrics: HttpMetrics) -> None:
         self._server = server
         self._tls = tls
         self._limits = limits
@@ -147,7 +147,7 @@ class Connections:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: connection,
                 accepted,
-                ssl=self._tls,
+                ssl=self._tls.context() if self._tls else None,
                 ssl_handshake_timeout=self._limits.header_s if self._tls else None,
             )
         except OSError:  # ssl.SSLError and time-outs of a handshake included

@@ -39,7 +39,7 @@ from pdd.http.requests import ChatBody, CompletionBody, DetokenizeBody, Tokenize
 from pdd.http.sequences import Sequences
 from pdd.lifecycle.request import TokenOutput
 from pdd.topology.model import Http, Limits
-from pdd.wire.tls import https_context
+from pdd.wire.tls import HttpsTls
 
 OPEN_PATHS = frozenset({"/live", "/ready", "/metrics"})
 """What needs no API key: probes and scrapers have none."""
@@ -74,7 +74,7 @@ class HttpServer:
             handler_cancellation=True,  # a client that goes away cancels, also before the first token
             shutdown_timeout=SHUTDOWN_S,
         )
-        self._tls = None if http.tls is None else https_context(http.tls)
+        self._tls = None if http.tls is None else HttpsTls(http.tls)
         self._connections: Connections | None = None
 
     async def start(self) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from math import isfinite
 
 import msgspec
 
+from pdd.base.errors import BadRequest
 from pdd.base.ids import RequestId
+
+MAX_TIMEOUT_S = 1e7
+"""Beyond it a deadline is none."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,6 +49,24 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     timeout_s: float | None = None
     """Time from submission to the last token, queueing included; None: the topology's default."""
+
+    def check(self) -> None:
+        """Raises BadRequest for what no replica could serve: HTTP lets none of it in, but peers may send anything."""
+        sampling = self.sampling
+        floats = [getattr(sampling, name) for name in ("temperature", "top_p", "min_p", "frequency_penalty",
+                  "presence_penalty", "repetition_penalty")]  # fmt: skip
+        broken = {
+            "max_tokens": sampling.max_tokens < 1,
+            "temperature": sampling.temperature < 0,
+            "repetition_penalty": sampling.repetition_penalty <= 0,
+            "top_k": sampling.top_k < 0,
+            "num_logprobs": sampling.num_logprobs is not None and sampling.num_logprobs < 0,
+            "sampling": not all(map(isfinite, (*floats, *sampling.logit_bias.values()))),
+            "timeout_s": self.timeout_s is not None and not 0 < self.timeout_s <= MAX_TIMEOUT_S,
+        }
+        for field, is_broken in broken.items():
+            if is_broken:
+                raise BadRequest(f"request {self.id[:100]}: {field} is out of its range", param=field)
 
 
 class FinishReason(StrEnum):

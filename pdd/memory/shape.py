@@ -16,6 +16,9 @@ import msgspec
 
 from pdd.memory.layout import DTYPE_BYTES, KvLayout
 
+MOST = {"tp": 128, "page_tokens": 256}
+"""What the topology allows: planning takes time for each."""
+
 
 def heads_of(rank: int, tp: int, num_kv_heads: int) -> range:
     """The KV heads of a rank. Raises ValueError, naming both numbers, where they do not divide."""
@@ -59,8 +62,10 @@ class KvShape(msgspec.Struct, frozen=True, kw_only=True):
             "page_tokens": layout.page_tokens,
             "num_layers": layout.num_layers,
             "num_planes": layout.num_planes,
+            "num_pages": layout.num_pages,
         }
         found = [f"{name}: {value} is below 1" for name, value in sizes.items() if value < 1]
+        found += [f"{name}: {sizes[name]} is above {most}" for name, most in MOST.items() if sizes[name] > most]
         if layout.dtype not in DTYPE_BYTES:
             found.append(f"dtype: {layout.dtype[:20]} is none of {', '.join(DTYPE_BYTES)}")
         if found:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, product
 
 import msgspec
 
 from pdd.base.errors import TopologyInvalid
 from pdd.base.ids import NodeName
 from pdd.topology.faults import KeyPath, dotted
-from pdd.topology.model import Node, Provider, Replica, Role, Topology
+from pdd.topology.model import Provider, Replica, Role, Topology
 from pdd.topology.nics import nic_address
 from pdd.topology.run_dir import MAX_SOCKET_PATH_BYTES, run_dir, socket_path_bytes
 
@@ -48,6 +48,7 @@ def problems(topology: Topology) -> Iterator[Problem]:
     yield from _pages(topology)
     yield from _ranks(topology)
     yield from _nics(topology)
+    yield from _progress_cores(topology)
     yield from _chunks(topology)
     yield from _hosts(topology)
 
@@ -56,6 +57,7 @@ def warnings(topology: Topology) -> list[str]:
     """What is allowed but probably not meant, one sentence each."""
     return [
         *_shared_cores(topology),
+        *_crowded_progress_cores(topology),
         *_idle_threads(topology),
         *_unused_nics(topology),
         *_open_ports(topology),
@@ -72,10 +74,11 @@ def check_local(topology: Topology, node: NodeName) -> None:
         raise TopologyInvalid(f"node {node} is not in the topology: it has {', '.join(topology.nodes)}")
     usable = os.sched_getaffinity(0)
     faults = [
-        f"{dotted(path)}.cores: core {core} is not usable here: {', '.join(map(str, sorted(usable)))} are"
+        f"{dotted(path)}.{key}: core {core} is not usable here: {', '.join(map(str, sorted(usable)))} are"
         for path, replica in _replicas(topology)
         if path[1] == node
-        for core in replica.cores
+        for key, cores in (("cores", replica.cores), ("progress_cores", _all_progress_cores(replica)))
+        for core in cores
         if core not in usable
     ]
     faults += [
@@ -90,6 +93,11 @@ def check_local(topology: Topology, node: NodeName) -> None:
         faults.append(f"cluster.run_dir: {text}: name a shorter directory")
     if faults:
         raise TopologyInvalid("\n".join(faults))
+
+
+def _all_progress_cores(replica: Replica) -> list[int]:
+    """Each once, in order."""
+    return sorted({core for cores in replica.progress_cores_by_rank or () for core in cores})
 
 
 def _absent_nics(replica: Replica) -> Iterator[str]:
@@ -132,17 +140,12 @@ def _names(topology: Topology) -> Iterator[Problem]:
             yield Problem(at=("nodes", name), text=_NAME_RULE)
 
 
-def _machine(node: Node) -> str:
-    """Nodes of one machine share its ports and cores."""
-    return "loopback" if node.host.startswith("127.") or node.host in {"localhost", "::1"} else node.host
-
-
 def _addresses(topology: Topology) -> Iterator[tuple[KeyPath, str, str, int]]:
     """(path, machine, host, port) of everything that is listened on."""
     for name, node in topology.nodes.items():
-        yield ("nodes", name, "control_port"), _machine(node), node.host, node.control_port
+        yield ("nodes", name, "control_port"), node.machine, node.host, node.control_port
         if node.http is not None:
-            yield ("nodes", name, "http", "port"), _machine(node), node.http.host, node.http.port
+            yield ("nodes", name, "http", "port"), node.machine, node.http.host, node.http.port
 
 
 def _ports(topology: Topology) -> Iterator[Problem]:
@@ -239,6 +242,27 @@ def _nics(topology: Topology) -> Iterator[Problem]:
             yield Problem(at=at, text=text, relies_on=(("fabric", "provider"),))
 
 
+def _progress_cores(topology: Topology) -> Iterator[Problem]:
+    """Ranks may share a core: their threads sleep most of the time."""
+    for path, replica in _replicas(topology):
+        by_rank = replica.progress_cores_by_rank
+        if not by_rank:
+            continue
+        at = (*path, "progress_cores")
+        shape = ((*path, "parallel", "tp"), (*path, "parallel", "dp"))
+        entries: tuple[KeyPath, ...] = tuple((*at, rank) for rank in range(len(by_rank)))
+        num_ranks = replica.parallel.num_ranks
+        if len(by_rank) != num_ranks:
+            text = f"{_number(len(by_rank), 'entry', 'entries')} for {_number(num_ranks, 'rank', 'ranks')}"
+            yield Problem(at=at, text=f"{text}: write one for each, or `[]`", relies_on=(*shape, *entries))
+            continue
+        for rank, cores in enumerate(by_rank):
+            if not cores:
+                yield Problem(at=(*at, rank), text=f"rank {rank} has no core: name at least one")
+            elif len(set(cores)) != len(cores):
+                yield Problem(at=(*at, rank), text=f"{list(cores)} names a core twice")
+
+
 def _number(number: int, one: str, several: str) -> str:
     return f"{number} {one if number == 1 else several}"
 
@@ -248,11 +272,11 @@ def _hosts(topology: Topology) -> Iterator[Problem]:
         if node.host in _WILDCARDS:
             text = f"{node.host} is no address that peers can connect to: write the machine's own address"
             yield Problem(at=("nodes", name, "host"), text=text)
-    machines = {_machine(node) for node in topology.nodes.values()}
+    machines = {node.machine for node in topology.nodes.values()}
     hosts: tuple[KeyPath, ...] = tuple(("nodes", name, "host") for name in topology.nodes)
     if "loopback" in machines and len(machines) > 1:
         text = "127.0.0.1 is another machine to each node: where nodes are on several, each needs an address of its own"
-        local = next(name for name, node in topology.nodes.items() if _machine(node) == "loopback")
+        local = next(name for name, node in topology.nodes.items() if node.machine == "loopback")
         yield Problem(at=("nodes", local, "host"), text=text, relies_on=hosts)
     if topology.fabric.provider is Provider.SHM and len(machines) > 1:
         text = "shm reaches only one machine, and the nodes are on several: use tcp"
@@ -272,13 +296,24 @@ def _chunks(topology: Topology) -> Iterator[Problem]:
 
 def _shared_cores(topology: Topology) -> Iterator[str]:
     for (path, replica), (other_path, other) in combinations(_replicas(topology), 2):
-        same_machine = _machine(topology.nodes[NodeName(str(path[1]))]) == _machine(
-            topology.nodes[NodeName(str(other_path[1]))]
-        )
         shared = sorted(set(replica.cores) & set(other.cores))
-        if same_machine and shared:
+        if shared and _same_machine(topology, path, other_path):
             cores = ", ".join(map(str, shared))
             yield f"{dotted(other_path)} and {dotted(path)} share core {cores}: each will slow the other down"
+
+
+def _crowded_progress_cores(topology: Topology) -> Iterator[str]:
+    for (path, replica), (other_path, other) in product(_replicas(topology), repeat=2):
+        shared = sorted(set(_all_progress_cores(replica)) & set(other.cores))
+        if shared and _same_machine(topology, path, other_path):
+            cores = ", ".join(map(str, shared))
+            owner = "its" if path == other_path else f"{dotted(other_path)}'s"
+            yield f"{dotted(path)}: {owner} executors run on progress core {cores}: pages will arrive late"
+
+
+def _same_machine(topology: Topology, path: KeyPath, other: KeyPath) -> bool:
+    one, two = (topology.nodes[NodeName(str(of[1]))] for of in (path, other))
+    return one.machine == two.machine
 
 
 def _idle_threads(topology: Topology) -> Iterator[str]:
@@ -289,8 +324,11 @@ def _idle_threads(topology: Topology) -> Iterator[str]:
 
 def _unused_nics(topology: Topology) -> Iterator[str]:
     for path, replica in _replicas(topology):
-        if replica.role is Role.COLOCATED and replica.nics != "auto":
-            yield f"{dotted(path)}: a colocated replica hands nothing over: its nics are not used"
+        if replica.role is not Role.COLOCATED:
+            continue
+        for key, value in (("nics", replica.nics), ("progress_cores", replica.progress_cores)):
+            if value != "auto":
+                yield f"{dotted(path)}: a colocated replica hands nothing over: its {key} are not used"
 
 
 def _open_ports(topology: Topology) -> Iterator[str]:

@@ -125,6 +125,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Deadline of a request that names none."""
     step_s: Seconds = 30.0
     """A step that takes longer means that its executor is stuck: the replica fails and is started again."""
+    answer_s: Seconds = 10.0
+    """An executor without work is asked every second whether it is there. One that takes longer to answer is stuck."""
+    load_s: Seconds = 600.0
+    """Executors whose model is not loaded by then have failed to start."""
     drain_s: Seconds = 30.0
     """How long a daemon that was told to stop lets running requests go on."""
     max_body_bytes: Bytes = 8 * 1024 * 1024
@@ -174,6 +178,9 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     nics: Literal["auto"] | tuple[NonEmpty | tuple[NonEmpty, ...], ...] = "auto"
     """For each rank its NIC, or the list of NICs that it uses in parallel: names of network interfaces, or IPv4
     addresses of theirs. auto: each rank has one port, on the node's `host`."""
+    progress_cores: Literal["auto"] | tuple[Natural | tuple[Natural, ...], ...] = "auto"
+    """For each rank the core, or the list of cores, that its progress threads may run on. auto: the cores of its NICs'
+    NUMA nodes that no `cores` on this machine names. Where there are none, and for `[]`, the threads run anywhere."""
     page_tokens: Positive = 16
     """Tokens of KV in a page: a power of two up to 256. Prefill and decode replicas may differ."""
     kv_bytes: Bytes = 256 * 1024 * 1024
@@ -193,6 +200,13 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return tuple((names,) if isinstance(names, str) else names for names in self.nics)
 
     @property
+    def progress_cores_by_rank(self) -> tuple[tuple[int, ...], ...] | None:
+        """None: left to `auto`."""
+        if self.progress_cores == "auto":
+            return None
+        return tuple((cores,) if isinstance(cores, int) else cores for cores in self.progress_cores)
+
+    @property
     def num_nics(self) -> int:
         """Of each rank."""
         return max(map(len, self.nics_by_rank), default=1)
@@ -207,6 +221,11 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """None: clients cannot connect to this node."""
     replicas: tuple[Replica, ...] = ()
     """May be empty on a node that only serves HTTP."""
+
+    @property
+    def machine(self) -> str:
+        """Nodes of one machine share its ports and cores."""
+        return "loopback" if self.host.startswith("127.") or self.host in {"localhost", "::1"} else self.host
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -26,6 +26,14 @@ def port_hosts(replica: Replica, host: str) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(nic_address(nic) for nic in nics) for nics in replica.nics_by_rank)
 
 
+def port_interfaces(replica: Replica, host: str) -> tuple[tuple[str, ...], ...]:
+    """For each rank the names of its NICs as `port_hosts` has their addresses: an address becomes the interface that
+    has it, and stays itself where none has."""
+    names = replica.nics_by_rank or ((host,),) * replica.parallel.num_ranks
+    owner = {address: name for name, address in _interfaces()}
+    return tuple(tuple(owner.get(nic, nic) for nic in nics) for nics in names)
+
+
 def nic_address(nic: str) -> str:
     """The IPv4 address of a NIC of this machine: of a network interface, or the address itself. Raises TopologyInvalid,
     which names those that there are."""
@@ -59,10 +67,11 @@ def _interface_address(name: str) -> str | None:
 
 
 def _those_here() -> str:
-    return "there are " + ", ".join(_interfaces())
+    return "there are " + ", ".join(f"{name} ({address})" for name, address in _interfaces())
 
 
-def _interfaces() -> Iterator[str]:
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Names and addresses, of those that have one."""
     for _, name in socket.if_nameindex():
         if address := _interface_address(name):
-            yield f"{name} ({address})"
+            yield name, address

@@ -21,7 +21,7 @@ unknown) changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pdd.base.errors import BadTicket, InvariantBroken, PddError
 from pdd.base.ids import Immediate, Incarnation, PageId, ReplicaName, RequestId
@@ -211,6 +211,13 @@ class MessengerGroup:
         old = TargetNic(peer, grant.replica, grant.rank, grant.nic)
         for port in self._ports:
             port.drop(old, f"{old} has a new fabric address")
+
+    def keep(self, peer: Incarnation, names: Collection[ReplicaName]) -> None:
+        """Of the peer's replica sets there are only these: what is under way to others stops."""
+        for _, name in [it for it in self._replicas if it[0] == peer and it[1] not in names]:
+            for rank, nic in self._replicas.pop((peer, name)).grants:
+                for port in self._ports:
+                    port.drop(TargetNic(peer, name, rank, nic), f"{name} is no more")
 
     def disconnect(self, peer: Incarnation) -> None:
         """The link is lost: all that is under way to the peer stops."""

@@ -20,8 +20,10 @@ from pdd.base.ids import Immediate, Incarnation, NodeName, PageId, ReplicaName, 
 from pdd.lifecycle.request import GenerateRequest, TokenOutput
 from pdd.memory.shape import KvShape
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised with every change that an older daemon would misread."""
+MAX_NICS = 64
+"""Of a rank: far more than there are, so that what a peer claims costs little."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -68,7 +70,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Over the packed model's config and weights: equal for equal models."""
     shape: KvShape
     ranks: tuple[RankInfo, ...]
-    max_sequences: int
+    max_sequences: Annotated[int, Meta(ge=1)]
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +81,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     queued_tokens: int
     """Prompt tokens that are waiting or being prefilled."""
+    late: bool = False
+    """Its executors have not answered for a while: they are in a long step, or stuck."""
 
 
 class Announce(Message, frozen=True):
@@ -116,8 +120,8 @@ class Grant(Message, frozen=True):
     and a fabric address made for it alone."""
 
     replica: ReplicaName
-    rank: int
-    nic: int
+    rank: Annotated[int, Meta(ge=0)]
+    nic: Annotated[int, Meta(ge=0, lt=MAX_NICS)]
     address: bytes
     key: int
     base: int
@@ -140,7 +144,7 @@ class PrefillRequest(Message, frozen=True):
     """First position that the target lacks; a multiple of its page_tokens."""
     target_pages: tuple[PageId, ...]
     """The same pages on every target rank."""
-    num_nics: Annotated[int, Meta(ge=1)]
+    num_nics: Annotated[int, Meta(ge=1, le=MAX_NICS)]
     """Of each target rank."""
     immediates: Annotated[tuple[Immediate, ...], Meta(min_length=1)]
     """For each NIC of each target rank (rank by rank) the count that it has armed; the first names the handoff in every
@@ -162,6 +166,8 @@ class PrefillRejected(Message, frozen=True):
     immediate: Immediate
     code: str
     reason: str
+    retry_after_s: Annotated[float, Meta(ge=0, le=3600)] | None = None
+    """The prefiller is only full: when it may have room."""
 
 
 class PrefillEnded(Message, frozen=True):

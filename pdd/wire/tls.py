@@ -1,19 +1,22 @@
 """Certificates of a node, and TLS over bytes: what stands between a TCP connection and the frames of a link.
 
-Contexts are made once, at the start, and tried on themselves: whatever is wrong with the files is found before anything
-listens. `Tls` does no I/O. A link over TLS still has its handshake with the cluster key (handshake.py), which binds the
-certificates of both ends: TLS keeps others from reading, the key decides who belongs.
+Contexts are made at the start, and again when their files have changed (renewed.py), and tried on themselves: whatever
+is wrong with the files is found before anything listens. `Tls` does no I/O. A link over TLS still has its handshake
+with the cluster key (handshake.py), which binds the certificates of both ends: TLS keeps others from reading, the key
+decides who belongs.
 """
 
 from __future__ import annotations
 
 import ssl
 import stat
+from functools import partial
 from pathlib import Path
 
 from pdd.base.errors import CertificateInvalid
 from pdd.topology.model import Certificate, ClusterTls
 from pdd.wire.handshake import Side
+from pdd.wire.renewed import Renewed
 
 _READ_BYTES = 64 * 1024
 _NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"})
@@ -24,29 +27,26 @@ class LinkTls:
 
     def __init__(self, files: ClusterTls) -> None:
         self._ca_file = files.ca_file
-        self._server = _context(ssl.PROTOCOL_TLS_SERVER, files)
-        self._client = _context(ssl.PROTOCOL_TLS_CLIENT, files)
-        for context in (self._server, self._client):
-            context.minimum_version = ssl.TLSVersion.TLSv1_3
-            context.check_hostname = False  # the cluster key proves who it is
-            context.verify_mode = ssl.CERT_REQUIRED
-            _load_authority(context, files.ca_file)
-        self._server.num_tickets = 0  # links are few and long
-        self._certificate = _try(self._server, self._client, files, f"it is not signed by {files.ca_file}")
+        paths = (files.certificate_file, files.key_file, files.ca_file)
+        self._contexts = Renewed(paths, partial(_link_contexts, files))
 
     def end(self, side: Side) -> Tls:
         """For one connection."""
+        server, client, certificate = self._contexts.current()
         accepts = side is Side.ACCEPTOR
-        context = self._server if accepts else self._client
-        return Tls(context, server_side=accepts, certificate=self._certificate, authority=str(self._ca_file))
+        context = server if accepts else client
+        return Tls(context, server_side=accepts, certificate=certificate, authority=str(self._ca_file))
 
 
-def https_context(files: Certificate) -> ssl.SSLContext:
-    """For an HTTP server: TLS 1.2 or later, any client. Raises CertificateInvalid."""
-    context = _context(ssl.PROTOCOL_TLS_SERVER, files)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    _try(context, pinned_context(files.certificate_file), files, "its authority is unknown")
-    return context
+class HttpsTls:
+    """What an HTTP server needs: TLS 1.2 or later, any client. Raises CertificateInvalid."""
+
+    def __init__(self, files: Certificate) -> None:
+        self._context = Renewed((files.certificate_file, files.key_file), partial(_https_context, files))
+
+    def context(self) -> ssl.SSLContext:
+        """For the next connection."""
+        return self._context.current()
 
 
 def pinned_context(certificate_file: Path) -> ssl.SSLContext:
@@ -120,6 +120,25 @@ def explained(error: ssl.SSLError, authority: str = "") -> str:
     if "ALERT" in reason:
         return f"TLS: the peer does not accept this node's certificate or version ({said}); its own log says more"
     return f"TLS: {said}"
+
+
+def _link_contexts(files: ClusterTls) -> tuple[ssl.SSLContext, ssl.SSLContext, bytes]:
+    """Of an acceptor, of a dialer, and this node's certificate, DER."""
+    server, client = _context(ssl.PROTOCOL_TLS_SERVER, files), _context(ssl.PROTOCOL_TLS_CLIENT, files)
+    for context in (server, client):
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # the cluster key proves who it is
+        context.verify_mode = ssl.CERT_REQUIRED
+        _load_authority(context, files.ca_file)
+    server.num_tickets = 0  # links are few and long
+    return server, client, _try(server, client, files, f"it is not signed by {files.ca_file}")
+
+
+def _https_context(files: Certificate) -> ssl.SSLContext:
+    context = _context(ssl.PROTOCOL_TLS_SERVER, files)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    _try(context, pinned_context(files.certificate_file), files, "its authority is unknown")
+    return context
 
 
 def _context(protocol: int, files: Certificate) -> ssl.SSLContext:

@@ -88,6 +88,53 @@ async def test_a_stuck_executor_is_replaced(make_cluster: MakeCluster, slow_toy:
         assert num_descriptors(cluster, node) == before
 
 
+@pytest.mark.parametrize("node", ["prefill0", "decode0"])
+async def test_an_executor_that_is_stuck_between_steps_is_replaced(make_cluster: MakeCluster, node: str) -> None:
+    async with make_cluster(prefill_and_decode(), handoff=HANDOFF_ALL, limits={"answer_s": 1.0}) as cluster:
+        await probe(cluster)
+        await cluster.settled()
+        daemon = cluster.daemons[node].pid
+        [executor] = children_of(daemon)
+        before = num_descriptors(cluster, node)
+        os.kill(executor, signal.SIGSTOP)
+        await wait_for_replica(cluster, node, "failed")
+        state = await cluster.ask(node, "status")
+        assert not state["ready"]
+        assert f"stuck (pid {executor})" in state["reason"]
+        assert "limits.answer_s" in state["reason"]
+        await wait_for_replica(cluster, node, "ready")
+        await cluster.wait_ready()
+        assert children_of(daemon) != [executor]
+        await probe(cluster)
+        await cluster.settled()
+        assert num_descriptors(cluster, node) == before
+
+
+async def test_an_executor_that_hangs_while_it_loads_is_replaced(make_cluster: MakeCluster) -> None:
+    async with make_cluster(prefill_and_decode(), handoff=HANDOFF_ALL, limits={"load_s": 3.0}) as cluster:
+        await probe(cluster)
+        await cluster.settled()
+        before = num_descriptors(cluster, "prefill0")
+        [executor] = children_of(cluster.daemons["prefill0"].pid)
+        [config] = cluster.cache.rglob("config.json")
+        content = config.read_bytes()
+        config.unlink()
+        os.mkfifo(config)  # whoever opens it waits for a writer
+        os.kill(executor, signal.SIGKILL)
+
+        async def given_up() -> bool:
+            return "limits.load_s" in (await cluster.ask("prefill0", "status"))["reason"]
+
+        await eventually(given_up, 30.0, lambda: cluster.log("prefill0"))
+        config.unlink()
+        config.write_bytes(content)
+        await wait_for_replica(cluster, "prefill0", "ready")
+        await cluster.wait_ready()
+        await probe(cluster)
+        await cluster.settled()
+        assert num_descriptors(cluster, "prefill0") == before
+
+
 async def test_requests_of_a_lost_decoder_that_nobody_has_seen_anything_of_move(
     make_cluster: MakeCluster, slow_toy: Path
 ) -> None:
@@ -200,6 +247,20 @@ async def test_waiting_in_line_counts_towards_the_deadline(make_cluster: MakeClu
         answers = await asyncio.gather(*(cluster.post("/v1/completions", body) for _ in range(2)))
         assert [status for status, _ in answers] == [408, 408]
         assert any("it was queued" in answer["error"]["message"] for _, answer in answers)
+
+
+async def test_a_full_prefiller_is_nobodys_fault(make_cluster: MakeCluster, slow_toy: Path) -> None:
+    nodes = prefill_and_decode()
+    nodes["prefill0"]["replicas"][0]["max_sequences"] = 1
+    handoff = {**HANDOFF_ALL, "on_failure": "error"}
+    async with make_cluster(nodes, slow_toy, handoff=handoff, limits={"max_queue": 0}) as cluster:
+        answer = asyncio.create_task(cluster.complete(prompt(600), max_tokens=1))
+        await wait_for_state(cluster, "prefilling")
+        body = {"model": "toy", "prompt": prompt(300, seed=1), "max_tokens": 1}
+        async with cluster.session.post(f"{cluster.url}/v1/completions", json=body) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (429, "queue_full")
+            assert int(response.headers["Retry-After"]) >= 1
+        await answer
 
 
 async def test_a_short_prompt_does_not_wait_for_long_ones(make_cluster: MakeCluster, slow_toy: Path) -> None:

@@ -9,10 +9,12 @@ from unittest import mock
 
 import msgspec
 import structlog
-from simulated_daemon import Client, Daemon, Observer, max_sequence_tokens
-from simulated_links import End, connect
+from simulated_daemon import Client, Daemon, Observer
+from simulated_links import End, SimulatedLinks, connect
 from simulated_port import WatchedPort
 from simulated_ranks import MODEL
+from simulated_replica import max_sequence_tokens
+from simulated_stranger import STRANGER, Stranger
 
 from pdd.base.ids import Incarnation, NodeName, RequestId
 from pdd.engine.toy import continuation
@@ -26,6 +28,8 @@ NEVER_S = 1e5
 """Timers that are due later are deadlines that nothing should need."""
 MAX_SETTLING = 20_000
 MAX_TIMERS = 200
+TO_STRANGERS = ("replicas do not fit", "corrupt pages", "a drain waits for nothing")
+"""Errors in a log that a stranger's words may bring about."""
 _LAYOUT = KvLayout(
     num_layers=MODEL.num_layers, num_kv_heads=2, head_dim=MODEL.head_dim, page_tokens=4, dtype="float32", num_pages=1
 )
@@ -45,10 +49,10 @@ class Action(msgspec.Struct, frozen=True):
 class Cluster(Observer):
     """All daemons of a topology, started and not yet connected. `trace` tells what was done."""
 
-    def __init__(self, topology: Topology, seed: int = 0) -> None:
+    def __init__(self, topology: Topology, seed: int = 0, *, fences: bool = True) -> None:
         self.topology = topology
         self.random = random.Random(seed)
-        self.fabric = LoopbackFabric(seed)
+        self.fabric = LoopbackFabric(seed, fences=fences)
         self.trace: list[str] = []
         self.clients: list[Client] = []
         self.tickets: list[wire.PrefillRequest] = []
@@ -58,11 +62,16 @@ class Cluster(Observer):
         self._problems: list[str] = []
         self._ended: set[RequestId] = set()
         self._fabric_rests = False
+        self.finishing = False
         self._max_sequence_tokens = max_sequence_tokens(topology)
         self._logs = structlog.testing.capture_logs()
         self._log = self._logs.__enter__()
+        self.stranger: Stranger | None = None
         for name in topology.nodes:
-            self.start(name)
+            if name == STRANGER:
+                self.stranger = Stranger(self, self.random)
+            else:
+                self.start(name)
 
     def close(self) -> None:
         for daemon in list(self.daemons.values()):
@@ -110,6 +119,8 @@ class Cluster(Observer):
 
     def actions(self) -> list[Action]:
         found = [action for daemon in self.daemons.values() for action in self._daemon_actions(daemon)]
+        if self.stranger is not None:
+            found += self._all_link_actions(self.stranger.links, None)
         found += self._dials()
         ports = [port for daemon in self.daemons.values() for port in daemon.ports]
         if not self._fabric_rests and any(port.may_move for port in ports):
@@ -127,27 +138,32 @@ class Cluster(Observer):
         for port in daemon.ports:
             if port.has_news:
                 yield Action(f"{name}: poll", partial(daemon.loop.read, port.fileno()), daemon)
-        for replica in [it for it in daemon.node.down if it not in daemon.node.replicas]:
-            yield Action(f"{name}: bring up {replica}", partial(daemon.bring_up, replica), daemon)
-        for one in daemon.sets:
-            failed = one.set.failure is not None
-            if failed and daemon.node.side_of(one.set).idle.is_set():
-                yield Action(f"{name}: take down", partial(daemon.take_down, one), daemon)
-            if not failed and one.set.broken.is_set():
-                yield Action(f"{name}: fail", partial(daemon.fail, one), daemon)
-            if one.may_plan:
-                yield Action(f"{name}: plan", one.plan, daemon)
-            if one.computing:
-                yield Action(f"{name}: compute", one.compute, daemon)
+        there = {replica.name for replica in daemon.replicas}
+        for down in [it for it in daemon.node.down if it not in there]:
+            yield Action(f"{name}: bring up {down}", partial(daemon.bring_up, down), daemon)
+        for replica in daemon.replicas:
+            if replica.failed and daemon.is_idle(replica):
+                yield Action(f"{name}: take down", partial(daemon.take_down, replica), daemon)
+            if not replica.failed and replica.broken:
+                yield Action(f"{name}: fail", partial(daemon.fail, replica), daemon)
+            for loop in replica.loops:
+                if loop.may_plan:
+                    yield Action(f"{name}: plan", loop.plan, daemon)
+                for one in loop.sets:
+                    if one.computing:
+                        yield Action(f"{name}: compute", partial(loop.compute, one), daemon)
         for client in daemon.clients:
             if client.has_news:
                 yield Action(f"{name}: read {client.request.id}", client.read, daemon)
-        daemon.links.forget_closed()
-        for end in daemon.links.ends:
+        yield from self._all_link_actions(daemon.links, daemon)
+
+    def _all_link_actions(self, links: SimulatedLinks, daemon: Daemon | None) -> Iterator[Action]:
+        links.forget_closed()
+        for end in links.ends:
             yield from self._link_actions(end, daemon)
 
-    def _link_actions(self, end: End, daemon: Daemon) -> Iterator[Action]:
-        label = f"{daemon.name}<-{end.peer.node}"
+    def _link_actions(self, end: End, daemon: Daemon | None) -> Iterator[Action]:
+        label = f"{end.links.node}<-{end.peer.node}"
         if end.state == "ending" or (end.other.closed and not (end.state == "up" and end.inbox)):
             yield Action(f"{label}: lost", end.lose, daemon)
         elif end.state == "opening":
@@ -156,12 +172,14 @@ class Cluster(Observer):
             yield Action(f"{label}: {end.inbox[0][0]}", end.deliver, daemon)
 
     def _dials(self) -> Iterator[Action]:
-        daemons = list(self.daemons.values())
-        for index, dialer in enumerate(daemons):
-            for acceptor in daemons[index + 1 :]:
-                if not dialer.links.connects(acceptor.name):
-                    dial = partial(connect, dialer.links, acceptor.links, self.random)
-                    yield Action(f"{dialer.name}: dial {acceptor.name}", dial)
+        every = [daemon.links for daemon in self.daemons.values()]
+        if self.stranger is not None and not self.finishing:
+            every.append(self.stranger.links)
+        for index, dialer in enumerate(every):
+            for acceptor in every[index + 1 :]:
+                if not dialer.connects(acceptor.node):
+                    dial = partial(connect, dialer, acceptor, self.random)
+                    yield Action(f"{dialer.node}: dial {acceptor.node}", dial)
 
     def _move_pieces(self) -> None:
         for _ in range(self.random.choice((1, 2, 8))):
@@ -222,7 +240,8 @@ class Cluster(Observer):
         self.step(f"{node}: timer {callback}", self.timers())
 
     def finish(self) -> None:
-        """Heals the network, lets everything come to its end, and looks at what is left."""
+        """Heals the network, lets everything come to its end, and looks at what is left. The stranger says no more."""
+        self.finishing = True
         for daemon in self.daemons.values():
             daemon.node.draining = daemon.going_down
             for port in daemon.ports:
@@ -246,16 +265,18 @@ class Cluster(Observer):
             if timer is not None and timer.when() < NEVER_S:
                 what = getattr(timer._callback, "__name__", "")  # type: ignore[attr-defined]
                 yield Action(f"{daemon.name}: timer {what}", partial(daemon.loop.fire, timer), daemon)
-            for one in daemon.sets:
-                if one.set.failure is not None and not daemon.node.side_of(one.set).idle.is_set():
-                    yield Action(f"{daemon.name}: timer shut out", partial(daemon.shut_out, one), daemon)
+            for replica in daemon.replicas:
+                if replica.failed and not replica.shut_out and not daemon.is_idle(replica):
+                    yield Action(f"{daemon.name}: timer shut out", partial(daemon.shut_out, replica), daemon)
 
     # What must hold.
 
     def complain(self, problem: str) -> None:
         self._problems.append(problem)
 
-    def output_sent(self, output: TokenOutput) -> None:
+    def output_sent(self, peer: NodeName, output: TokenOutput) -> None:
+        if peer == STRANGER:
+            return  # it may call its requests what it likes
         if output.request in self._ended:
             self.complain(f"{output.request} has an output after its last: {output}")
         if output.last:
@@ -270,7 +291,8 @@ class Cluster(Observer):
     def check(self, changed: Iterable[Daemon]) -> None:
         """What the fabric does is watched by the ports; the rest is seen in the daemon that has done something."""
         problems = self._problems + [it for daemon in changed for it in daemon.problems()]
-        problems += [str(entry) for entry in self._log if entry["log_level"] == "error"]
+        told = TO_STRANGERS if self.stranger is not None else ()
+        problems += [str(it) for it in self._log if it["log_level"] == "error" and it["event"] not in told]
         self._log.clear()
         for client in self.clients:
             if client.daemon not in changed:

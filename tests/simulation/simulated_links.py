@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Literal
 
+from pdd.base.errors import RemoteProtocolError
 from pdd.base.ids import Incarnation, NodeName
 from pdd.wire.admin import PeerRow
 from pdd.wire.codec import Decoder, encode
@@ -66,7 +67,13 @@ class End:
         _, frame = self.inbox.popleft()
         decoder = Decoder()
         decoder.authenticated()
-        (message,) = decoder.feed(frame)
+        try:
+            (message,) = decoder.feed(frame)
+        except RemoteProtocolError:
+            if not self.peer.hostile:
+                raise
+            self.close("ending", "what came is no message")
+            return
         self.links.user.message(self.peer.node, self.peer.incarnation, message)
 
     def lose(self) -> None:
@@ -80,9 +87,13 @@ class End:
 class SimulatedLinks:
     """Stands for wire.links.Links in one life of a daemon."""
 
-    def __init__(self, node: NodeName, incarnation: Incarnation, others: Collection[NodeName]) -> None:
+    def __init__(
+        self, node: NodeName, incarnation: Incarnation, others: Collection[NodeName], *, hostile: bool = False
+    ) -> None:
         self.node = node
         self.incarnation = incarnation
+        self.hostile = hostile
+        """It may send what is no message."""
         self._others = others
         self.user: LinkUser
         self.ends: list[End] = []

@@ -9,11 +9,13 @@ from simulated_ranks import Memory
 from pdd.base.ids import Immediate, PageId, RequestId
 from pdd.fabric.loopback import LoopbackFabric
 from pdd.fabric.loopback_port import LoopbackPort, Message
+from pdd.fabric.port import Memory as MemoryHandle
 from pdd.fabric.port import RegisteredMemory
 from pdd.memory.pool import PagePool
 from pdd.wire.messages import PrefillRequest
 
 Complain = Callable[[str], None]
+NEVER_OVER_S = float("inf")
 
 
 class WatchedPort(LoopbackPort):
@@ -25,13 +27,27 @@ class WatchedPort(LoopbackPort):
     complain: Complain
     tickets: dict[Immediate, PrefillRequest]
     by_key: dict[int, WatchedPort]
+    now_s: Callable[[], float]
+    late_s: float
+    """How long after a key's release the provider may place what was posted with it."""
+    late_until_s: dict[int, float]
+    """By key."""
 
     @classmethod
     def open(
-        cls, fabric: LoopbackFabric, memory: Memory, pool: PagePool, by_key: dict[int, WatchedPort], complain: Complain
+        cls,
+        fabric: LoopbackFabric,
+        memory: Memory,
+        pool: PagePool,
+        by_key: dict[int, WatchedPort],
+        complain: Complain,
+        *,
+        now_s: Callable[[], float],
+        late_s: float,
     ) -> WatchedPort:
-        port = cls(len(fabric._ports), fabric._random, 4096)
+        port = cls(len(fabric._ports), fabric._random, 4096, fabric.fences)
         port.memory, port.pool, port.complain = memory, pool, complain
+        port.now_s, port.late_s, port.late_until_s = now_s, late_s, {}
         port.tickets, port.by_key = {}, by_key
         fabric._ports.append(port)
         return port
@@ -53,16 +69,23 @@ class WatchedPort(LoopbackPort):
         self.by_key[registered.key] = self
         return registered
 
+    def release(self, memory: MemoryHandle) -> None:
+        self.late_until_s[self._memories[memory].key] = self.now_s() + self.late_s
+        super().release(memory)
+
     def complete(self, message: Message) -> None:
-        request = self.by_key[message.write.spec.key].tickets[message.write.spec.immediate].request
+        target = self.by_key.get(message.write.spec.key)
+        request = target.tickets[message.write.spec.immediate].request if target is not None else None
         page = PageId(self.memory.page_at(message.source_address))
-        if page not in owned_by(self.pool, request):
+        if request is not None and page not in owned_by(self.pool, request):
             self.complain(f"page {page} is sent for {request}, which does not own it")
         super().complete(message)
 
     def place(self, message: Message, now_s: float) -> None:
         spec = message.write.spec
-        if any(registration.key == spec.key for registration in self._memories.values()):
+        if self.late_until_s.get(spec.key, NEVER_OVER_S) <= self.now_s():
+            self.end_late(spec.key)
+        if any(registration.key == spec.key for registration in self._open):
             self._check_place(spec.immediate, PageId(self.memory.page_at(message.target_address)))
         super().place(message, now_s)
 

@@ -11,6 +11,7 @@ import msgspec
 from simulated_cluster import NEVER_S, Action, Cluster, Violation, expected
 from simulated_daemon import Client, Daemon
 from simulated_ranks import MODEL
+from simulated_stranger import STRANGER
 
 from pdd.base.ids import NodeName, RequestId
 from pdd.fabric.loopback_port import LoopbackPort
@@ -38,6 +39,9 @@ _GRAVE = ("drop", "kill", "executors", "give", "break", "drain")
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
     tp: int = 1
+    dp: int = 1
+    joint: bool = False
+    """The sets of a replica step together: their ranks share experts."""
     page_tokens: int = 4
     num_pages: int = 16
     chunk_tokens: int = 8
@@ -50,19 +54,19 @@ def replica(role: Role, shape: Shape) -> Replica:
     token_bytes = MODEL.num_layers * 2 * (MODEL.num_kv_heads // shape.tp) * MODEL.head_dim * 4
     return Replica(
         role=role,
-        parallel=Parallel(tp=shape.tp),
+        parallel=Parallel(tp=shape.tp, dp=shape.dp, ep=shape.tp * shape.dp if shape.joint else 1),
         page_tokens=shape.page_tokens,
         kv_bytes=shape.num_pages * shape.page_tokens * token_bytes,
         chunk_tokens=shape.chunk_tokens,
         max_sequences=shape.max_sequences,
         prefix_cache=shape.prefix_cache,
-        nics=tuple(tuple(f"nic{number}" for number in range(shape.num_nics)) for _ in range(shape.tp)),
+        nics=tuple(tuple(f"nic{number}" for number in range(shape.num_nics)) for _ in range(shape.tp * shape.dp)),
     )
 
 
 def topology(nodes: Mapping[str, tuple[Replica, ...]], handoff: Handoff | None = None, max_queue: int = 8) -> Topology:
     """HTTP is on a node without replicas, where there is one, else on the first that decodes."""
-    front = next((name for name, it in nodes.items() if not it), None)
+    front = next((name for name, it in nodes.items() if not it and name != STRANGER), None)
     front = front or next(name for name, it in nodes.items() if any(one.role is not Role.PREFILL for one in it))
     return Topology(
         version=1,
@@ -82,16 +86,20 @@ class RandomRun:
         self.seed = seed
         self.random = random.Random(seed)
         self._rates = self._fault_rates()
-        self.cluster = Cluster(self._topology(), seed)
+        self._overloaded = self.random.random() < 0.12
+        """Requests come in bursts, long and short ones, more than the lines take."""
+        if self._overloaded and self._rates:
+            self._rates.setdefault("timer", 0.01)
+        self.cluster = Cluster(self._topology(), seed, fences=self.random.random() < 0.75)
         self._front = next(name for name, it in self.cluster.topology.nodes.items() if it.http)
-        self._num_requests = self.random.randint(2, 8)
+        self._num_requests = self.random.randint(12, 24) if self._overloaded else self.random.randint(2, 8)
         self._num_submitted = 0
         self._speeds: dict[str, float] = {}
         self._stems = [[self.random.randrange(MODEL.vocab_size) for _ in range(24)] for _ in range(2)]
 
     @property
     def calm(self) -> bool:
-        """Nothing goes wrong in this run."""
+        """Nothing goes wrong in this run, though a stranger may say what it likes."""
         return not self._rates
 
     def run(self) -> None:
@@ -104,8 +112,12 @@ class RandomRun:
             cluster.do(rng.choices(actions, [self._weight(it.label) for it in actions])[0])
         cluster.finish()
         if self.calm:
-            unserved = [f"{it.request.id}: {it.end}" for it in cluster.clients
-                        if it.end not in {"finished", "stopped"}]  # fmt: skip
+            served = {"finished", "stopped"} | ({"queue_full"} if self._overloaded else set())
+            if cluster.stranger is not None:  # it takes places in line, and handoffs that it does not make
+                served.add("queue_full")
+                if cluster.topology.handoff.on_failure is OnHandoffFailure.ERROR:
+                    served |= {"handoff_failed", "no_path"}
+            unserved = [f"{it.request.id}: {it.end}" for it in cluster.clients if it.end not in served]
             if unserved:
                 raise Violation(f"nothing went wrong, yet {unserved}")
 
@@ -131,6 +143,8 @@ class RandomRun:
                 nodes[name] = (self._replica(rng.choice(roles), page_tokens),)
         if rng.random() < 0.4:
             nodes["front"] = ()
+        if rng.random() < (0.5 if self.calm else 0.15):
+            nodes[STRANGER] = ()
         order = list(nodes)
         rng.shuffle(order)
         handoff = Handoff(
@@ -147,6 +161,8 @@ class RandomRun:
         rng = self.random
         shape = Shape(
             tp=rng.choice((1, 1, 2)),
+            dp=(dp := rng.choice((1, 1, 1, 2))),
+            joint=dp > 1 and rng.random() < 0.7,
             page_tokens=page_tokens[role],
             num_pages=rng.choice((32, 48, 80)) // page_tokens[role],
             chunk_tokens=rng.choice((4, 8, 32)),
@@ -182,17 +198,25 @@ class RandomRun:
     def _steps_of_clients(self) -> Iterator[Action]:
         front = self.cluster.daemons.get(self._front)
         if front is not None and self._num_submitted < self._num_requests and self._is_served(front):
-            yield Action("client: submit", self._submit)
+            yield Action("client: submit", self._burst if self._overloaded else self._submit)
         for daemon in self.cluster.daemons.values():
             yield Action(f"{daemon.name}: beat", daemon.beat, daemon)
+        if self.cluster.stranger is not None:
+            yield Action(f"{STRANGER}: speak", self.cluster.stranger.speak)
 
     def _is_served(self, front: Daemon) -> bool:
         return bool(front.node.peers.candidates(frozenset({Role.DECODE.value}))) or self.random.random() < 0.01
+
+    def _burst(self) -> None:
+        for _ in range(min(self.random.randint(2, 8), self._num_requests - self._num_submitted)):
+            self._submit()
 
     def _submit(self) -> None:
         rng = self.random
         stem = rng.choice(self._stems)[: rng.randint(0, 16)]
         prompt = stem + [rng.randrange(MODEL.vocab_size) for _ in range(rng.randint(1, 10))]
+        if self._overloaded:
+            prompt = prompt[-4:] if rng.random() < 0.7 else [*self._stems[0], *prompt[-3:]]
         max_tokens = rng.randint(1, 6)
         stops = (rng.choice(expected(tuple(prompt), max_tokens)),) if rng.random() < 0.2 else ()
         is_short = rng.random() < 0.2 and "timer" in self._rates
@@ -268,13 +292,13 @@ class RandomRun:
 
     def _executors(self) -> Iterator[Action]:
         for daemon in self.cluster.daemons.values():
-            for one in daemon.sets:
-                if one.set.failure is None:
-                    yield Action(f"executors: of {one.set.name} die", partial(daemon.fail, one), daemon)
+            for one in daemon.replicas:
+                if not one.failed:
+                    yield Action(f"executors: of {one.name} die", partial(daemon.fail, one), daemon)
 
     def _starts(self) -> Iterator[Action]:
         for name in self.cluster.topology.nodes:
-            if name not in self.cluster.daemons:
+            if name not in self.cluster.daemons and name != STRANGER:
                 yield Action(f"start: {name}", partial(self.cluster.start, name))
 
     def _break(self, daemon: Daemon) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +12,8 @@ from simulated_daemon import Daemon
 from simulated_schedule import Shape, replica, topology
 
 from pdd.base.errors import RemoteProtocolError
-from pdd.base.ids import Immediate, NodeName, ReplicaName
+from pdd.base.ids import Immediate, NodeName, ReplicaName, RequestId
+from pdd.lifecycle.request import GenerateRequest, SamplingParams
 from pdd.topology.model import Handoff, OnHandoffFailure, Role, Verify
 from pdd.wire import messages as wire
 from pdd.wire.codec import Decoder, encode
@@ -34,13 +36,14 @@ def start() -> Iterator[Start]:
         *,
         together: bool = False,
         max_queue: int = 8,
+        fences: bool = True,
         **handoff: object,
     ) -> Cluster:
         prefiller = replica(Role.PREFILL, prefill or Shape(chunk_tokens=32))
         decoder = replica(Role.DECODE, decode or Shape(chunk_tokens=32))
         nodes = {"decode0": (decoder, prefiller)} if together else {"decode0": (decoder,), "prefill0": (prefiller,)}
         policy = Handoff(**{"local_prefill_tokens": 2, "lease_s": 10.0} | handoff)  # type: ignore[arg-type]
-        cluster = Cluster(topology(nodes, handoff=policy, max_queue=max_queue))
+        cluster = Cluster(topology(nodes, handoff=policy, max_queue=max_queue), fences=fences)
         started.append(cluster)
         cluster.settle()
         return cluster
@@ -58,6 +61,13 @@ def answer(cluster: Cluster, request: str = "r") -> str:
         assert tuple(client.tokens) == expected(client.request.prompt, client.request.sampling.max_tokens)
     assert client.end is not None
     return client.end
+
+
+def story(cluster: Cluster, node: str, request: str) -> list[str]:
+    """The reasons of what a request has been through on a node."""
+    daemon = cluster.daemons[NodeName(node)].node
+    found, *_ = daemon.stories.find(daemon.running(), request, 0.0)
+    return [line.reason for line in found.lines]
 
 
 def prefill_set(cluster: Cluster) -> ReplicaName:
@@ -157,7 +167,26 @@ def test_the_same_request_comes_again_while_a_step_still_uses_its_pages(start: S
     cluster.settle("prefill0: compute")
     cluster.pass_time("decode0", "_lease_over")
     cluster.settle("prefill0: compute")
-    assert cluster.states("prefill0", "r")[-1] == "rejected"
+    assert cluster.states("prefill0", "r") == ["received"]
+    assert answer(cluster) == "finished"
+    assert (cluster.states("prefill0", "r")[-1], len(cluster.tickets)) == ("sent", 2)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_one_that_waits_for_an_earlier_step_of_its_own_is_stopped(start: Start, full: bool) -> None:
+    """The pages of that step stay its own until it has ended, and then are nobody's."""
+    cluster = start(Shape(chunk_tokens=32, max_sequences=1), max_queue=0)
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    cluster.pass_time("decode0", "_lease_over")
+    cluster.settle("prefill0: compute")
+    if full:
+        cluster.submit("decode0", [1, *PROMPT], "s")
+        cluster.settle("prefill0: compute")
+    cluster.cancel("prefill0", "r")
+    cluster.settle("prefill0: compute")
+    assert cluster.states("prefill0", "r") == ["received", "cancelled"]
+    assert cluster.daemons[PREFILL].sets[0].set.pool.num_owned == 5
     assert answer(cluster) == "finished"
 
 
@@ -175,12 +204,12 @@ def test_a_full_prefiller_is_passed_by(start: Start) -> None:
     assert [ticket.request for ticket in cluster.tickets] == ["r", "s", "s"]
 
 
-def test_without_recomputing_a_full_prefiller_fails_the_request(start: Start) -> None:
+def test_without_recomputing_a_full_prefiller_is_told_to_the_client(start: Start) -> None:
     cluster = start(Shape(chunk_tokens=32, max_sequences=1), max_queue=0, on_failure=OnHandoffFailure.ERROR)
     cluster.submit("decode0", PROMPT, "r")
     cluster.settle("prefill0: compute")
     cluster.submit("decode0", [1, *PROMPT], "s")
-    assert [answer(cluster, "r"), answer(cluster, "s")] == ["finished", "handoff_failed"]
+    assert [answer(cluster, "r"), answer(cluster, "s")] == ["finished", "queue_full"]
 
 
 @pytest.mark.parametrize(
@@ -195,6 +224,8 @@ def test_without_recomputing_a_full_prefiller_fails_the_request(start: Start) ->
         {"lease_s": float("nan")},
         {"target_incarnation": "another"},
         {"prompt": (1,)},
+        {"prompt": (1 << 40,) * 21},
+        {"prompt": (-1,) * 21},
         {"prompt": ()},
     ],
 )
@@ -264,12 +295,10 @@ def test_stopped_crosses_arrived(start: Start, polled_first: bool) -> None:
     cluster.cancel("prefill0", "r")
     cluster.settle("decode0: poll", "decode0<-prefill0")
     assert cluster.states("prefill0", "r")[-1] == "cancelled"
-    if polled_first:
-        cluster.settle("decode0<-prefill0")
-        assert "draining" not in cluster.states("decode0", "r")
-    cluster.settle("decode0: poll")
+    cluster.settle("decode0<-prefill0" if polled_first else "decode0: poll")
+    assert "draining" not in cluster.states("decode0", "r")
     assert answer(cluster) == "finished"
-    assert len(cluster.tickets) == (1 if polled_first else 2), "what has arrived is used, if it is seen in time"
+    assert len(cluster.tickets) == 1, "what has arrived is used, whichever news is read first"
 
 
 def test_a_stopped_handoff_whose_pieces_are_late(start: Start) -> None:
@@ -318,6 +347,118 @@ def test_preempted_before_the_first_step(start: Start) -> None:
     assert [answer(cluster, "old"), answer(cluster, "young")] == ["finished", "finished"]
 
 
+def test_pages_that_come_back_between_steps_let_a_starved_sequence_go_on(start: Start) -> None:
+    """Nothing else would wake the loop: no step runs, and nobody else is admitted."""
+    cluster = start(decode=Shape(page_tokens=2, num_pages=7, chunk_tokens=32))
+    starved = cluster.submit("decode0", [1, 2], "starved", max_tokens=8)
+    cluster.settle("decode0: plan", "decode0: compute")
+    client = cluster.submit("decode0", PROMPT[:7], "in flight")
+    cluster.settle("prefill0: compute")
+    assert cluster.states("decode0", "in flight")[-1] == "prefilling"
+    assert starved.end is None
+    cluster.call("decode0", lambda _: client.leave())
+    cluster.settle()
+    assert starved.end == "finished"
+    assert answer(cluster, "starved") == "finished"
+
+
+def test_without_a_fence_pages_wait_for_late_writes(start: Start) -> None:
+    """The prefiller that was shut out does not know it, and what it posts is still placed."""
+    cluster = start(fences=False)
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    cluster.daemons[DECODE].links.up[PREFILL].close("ending", "silent")
+    cluster.settle("prefill0: compute", "prefill0<-decode0", "dial")
+    cluster.cancel("decode0", "r")
+    cluster.step("prefill0: compute")
+    cluster.step("prefill0: compute")
+    (target,) = cluster.daemons[DECODE].ports
+    cluster.settle("prefill0: compute", "prefill0<-decode0", "dial")
+    assert target.arrived(cluster.tickets[0].immediates[0]), "late writes came"
+    pool = cluster.daemons[DECODE].sets[0].set.pool
+    assert pool.num_quarantined == 6
+    cluster.pass_time("decode0", "_expire")
+    assert pool.num_quarantined == 0
+    reasons = story(cluster, "decode0", "r")
+    assert any("late writes may come for 10 s" in reason for reason in reasons)
+    assert "the time of its late writes is over" in reasons[-1]
+    assert answer(cluster) == "cancelled"
+
+
+def test_without_a_fence_each_handoff_of_a_request_waits_for_its_own_late_writes(start: Start) -> None:
+    """Those of the first have completed it. The time that they would have had does not end the second."""
+    cluster = start(Shape(chunk_tokens=32, prefix_cache=False), fences=False, retries=1)
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    compute_all_but_the_report(cluster)
+    (target,) = cluster.daemons[DECODE].ports
+    cluster.fabric.hold(target)
+    cluster.settle()
+    assert cluster.states("prefill0", "r")[-1] == "sent", "all is on its way"
+    cluster.daemons[DECODE].links.up[PREFILL].close("ending", "silent")
+    cluster.settle()
+    assert cluster.states("decode0", "r")[-1] == "draining"
+    cluster.call("decode0", lambda _: cluster.fabric.let_go(target))
+    cluster.settle("prefill0: compute")
+    assert cluster.states("decode0", "r")[-1] == "prefilling", "again"
+    cluster.daemons[DECODE].links.up[PREFILL].close("ending", "silent")
+    cluster.settle("prefill0: compute")
+    cluster.pass_time("decode0", "_expire")
+    assert cluster.states("decode0", "r")[-1] == "draining"
+    cluster.pass_time("decode0", "_expire")
+    assert cluster.states("decode0", "r")[-1] != "draining"
+    assert answer(cluster) == "finished"
+
+
+def test_without_a_fence_a_failed_replica_goes_down_all_the_same(start: Start) -> None:
+    cluster = start(fences=False)
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    cluster.call("decode0", lambda daemon: daemon.fail(daemon.replicas[0]))
+    cluster.step("decode0: timer shut out", cluster.timers())
+    cluster.pass_time("decode0", "_expire")
+    assert answer(cluster) in {"replica_failed", "finished"}
+
+
+# Replicas of several sets.
+
+
+@pytest.mark.parametrize("where", ["decode0", "prefill0"])
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_rank_of_one_set_takes_the_replica_down(start: Start, joint: bool, where: str) -> None:
+    two = Shape(dp=2, joint=joint, chunk_tokens=32, max_sequences=1)
+    cluster = start(two, two)
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    for name in ("decode0", "prefill0"):
+        cluster.call(name, lambda daemon: daemon.beat())
+    cluster.settle("prefill0: compute")
+    cluster.submit("decode0", [1, *PROMPT], "s")
+    cluster.settle("prefill0: compute")
+    assert all(one.set.admission.num_admitted for one in cluster.daemons[NodeName(where)].sets), "each has a request"
+    cluster.call(where, lambda daemon: cluster.fabric.fail(daemon.ports[1], 5))
+    ends = {answer(cluster, "r"), answer(cluster, "s")}
+    assert ends <= ({"finished"} if where == "prefill0" else {"replica_failed", "no_path"})
+    cluster.submit("decode0", [2, *PROMPT], "t")
+    assert answer(cluster, "t") == "finished"
+    assert cluster.states("prefill0", "t")[-1] == "sent", "both sets are there again"
+
+
+def test_sets_with_joint_steps_wait_for_each_other(start: Start) -> None:
+    cluster = start(Shape(dp=2, joint=True, chunk_tokens=32))
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute")
+    busy, idle = sorted(cluster.daemons[PREFILL].sets, key=lambda one: -one.set.admission.num_admitted)
+    assert (busy.in_step, idle.in_step) == (True, True), "the one without work takes part"
+    (loop,) = cluster.daemons[PREFILL].replicas[0].loops
+    while idle.computing:
+        cluster.call("prefill0", lambda _: loop.compute(idle))
+    cluster.submit("decode0", [1, *PROMPT], "s")
+    cluster.settle("prefill0: compute")
+    assert not loop.may_plan
+    assert [answer(cluster, "r"), answer(cluster, "s")] == ["finished", "finished"]
+
+
 # Fabric endpoints that break, and replicas that start anew.
 
 
@@ -344,7 +485,7 @@ def test_a_replica_whose_port_breaks_while_it_is_taken_down(start: Start) -> Non
 
     def fail(daemon: Daemon) -> None:
         cluster.fabric.fail(daemon.ports[0], 5)
-        daemon.fail(daemon.sets[0])
+        daemon.fail(daemon.replicas[0])
 
     cluster.call("decode0", fail)
     cluster.step("decode0: take down")
@@ -365,6 +506,82 @@ def test_a_daemon_dies_and_comes_back(start: Start, name: str) -> None:
     assert answer(cluster) == ("gone" if name == "decode0" else "finished")
     cluster.submit("decode0", PROMPT, "s")
     assert answer(cluster, "s") == "finished"
+
+
+@pytest.mark.parametrize("held", ["prefill0: compute", "decode0: compute", "fabric"])
+def test_a_flood_of_the_same_news_leaves_no_trace(start: Start, held: str) -> None:
+    cluster = start()
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle(held)
+    (ticket,) = cluster.tickets
+    named: dict[str, Any] = {"request": ticket.request, "immediate": ticket.immediates[0]}
+    decoder, prefiller = (cluster.daemons[name].links.incarnation for name in (DECODE, PREFILL))
+    for message in (
+        wire.PrefillAccepted(**named),
+        wire.PrefillEnded(**named, num_cached_tokens=0, compute_s=0.0),
+        wire.PrefillRejected(**named, code="", reason="no"),
+        wire.PrefillStopped(**named, num_pieces=(-1,), reason="no"),
+    ):
+        for _ in range(20):
+            cluster.call("decode0", lambda it, message=message: it.node.message(PREFILL, prefiller, message))  # type: ignore[misc]
+    for again in (wire.CancelPrefill(**named), ticket):
+        for _ in range(20):
+            cluster.call("prefill0", lambda it, again=again: it.node.message(DECODE, decoder, again))  # type: ignore[misc]
+    for name in ("decode0", "prefill0"):
+        assert len(cluster.states(name, "r")) < 12
+    for daemon in cluster.daemons.values():
+        for one in daemon.sets:
+            one.set.messenger._counters.contradictions = 0
+            for port in one.set.messenger._ports:
+                port.counters.contradictions = 0
+    assert answer(cluster) == "finished"
+
+
+def test_a_peer_that_announces_ever_more_replicas_is_not_remembered(start: Start) -> None:
+    cluster = start()
+    node = cluster.daemons[PREFILL].node
+    incarnation = cluster.daemons[DECODE].links.incarnation
+    (info,) = node.peers.known(DECODE).replicas.values()
+    for number in range(50):
+        name = ReplicaName(f"decode0/{number}")
+        grant = wire.Grant(replica=name, rank=0, nic=0, address=b"", key=1, base=0)
+        announce = wire.Announce(replicas=(msgspec.structs.replace(info, name=name),))
+        for message in (announce, grant, msgspec.structs.replace(grant, rank=number + 1)):
+            cluster.call("prefill0", lambda it, message=message: it.node.message(DECODE, incarnation, message))  # type: ignore[misc]
+    (known,) = cluster.daemons[PREFILL].sets[0].set.messenger._replicas.values()
+    assert list(known.grants) == [(0, 0)]
+
+
+def test_nobody_speaks_for_another_node(start: Start) -> None:
+    cluster = start()
+    node, incarnation = cluster.daemons[DECODE].node, cluster.daemons[PREFILL].links.incarnation
+    (info,) = node._announcement().replicas
+    cluster.call("decode0", lambda _: node.message(PREFILL, incarnation, wire.Announce(replicas=(info,))))
+    assert node.peers.known(PREFILL).replicas == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": ()},
+        {"prompt": (-1, 2, 3)},
+        {"prompt": (1, 50_000, 3)},
+        {"prompt": (1,) * 600},
+        {"timeout_s": float("nan")},
+        {"timeout_s": -1.0},
+        {"sampling": SamplingParams(max_tokens=0)},
+        {"sampling": SamplingParams(max_tokens=1, temperature=float("nan"))},
+        {"sampling": SamplingParams(max_tokens=1, logit_bias={1: float("inf")})},
+    ],
+)
+def test_a_peer_submits_what_nobody_could_serve(start: Start, change: dict[str, Any]) -> None:
+    cluster = start()
+    request = GenerateRequest(id=RequestId("bad"), prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=1))
+    submit = wire.Submit(replica=ReplicaName("decode0/0"), request=msgspec.structs.replace(request, **change))
+    incarnation = cluster.daemons[PREFILL].links.incarnation
+    cluster.call("decode0", lambda daemon: daemon.node.message(PREFILL, incarnation, submit))
+    assert not list(cluster.daemons[DECODE].node.running())
+    cluster.finish()
 
 
 def test_a_stale_message_changes_nothing(start: Start) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from sysfs_machines import DGX_H100, build
 
 from pdd.control import client
 from pdd.control.main import main
@@ -517,6 +519,59 @@ nodes:
     ]  # fmt: skip
     assert rows[0][4:6] == ["a+b", "c+d"]
     assert [row[5] for row in rows[1:]] == ["auto", "auto", "e", "f"]
+
+
+def test_topology_show_has_the_cores_of_progress_threads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(
+        """\
+version: 1
+cluster: {key_file: key}
+model: {name: toy, path: model}
+nodes:
+  n:
+    control_port: 7000
+    http: {port: 8000}
+    replicas:
+      - {role: prefill, cores: [0], progress_cores: []}
+      - {role: decode, cores: [1], parallel: {dp: 2}, progress_cores: [[2, 3], 4]}
+      - {role: decode, cores: [5]}
+"""
+    )
+    assert main(["topology", "show", str(path)]) == 0
+    _, *rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[6:8] for row in rows] == [["0", "all"], ["1", "2+3"], ["1", "4"], ["5", "auto"]]
+
+
+def test_topology_discover_prints_a_topology(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sysfs = build(tmp_path / "sys", DGX_H100)
+    path = tmp_path / "t.yaml"
+    assert main(["topology", "discover", "--sysfs", str(sysfs), "--role", "decode"]) == 0
+    path.write_text(capsys.readouterr().out)
+    assert main(["topology", "check", str(path)]) == 0
+    assert "warning" not in capsys.readouterr().out
+    assert main(["topology", "discover", "--sysfs", str(sysfs), "-o", "json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["ranks"][1]["nics"][0]["name"] == "mlx5_3"
+    assert len(shown["machine"]["gpus"]) == 8
+
+
+def test_topology_discover_on_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for role in ("prefill", "decode", "colocated"):
+        assert main(["topology", "discover", "--role", role]) == 0
+        path = tmp_path / f"{role}.yaml"
+        path.write_text(capsys.readouterr().out)
+        assert main(["topology", "check", str(path)]) == 0
+        assert "valid" in capsys.readouterr().out
+    last = max(os.sched_getaffinity(0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {last})
+    assert main(["topology", "discover"]) == 0
+    assert f" {last},  # rank 0" in capsys.readouterr().out, "only what this process may use"
+    assert main(["topology", "discover", "--sysfs", str(tmp_path)]) == 1
+    assert "no sysfs" in capsys.readouterr().err
+    assert main(["topology", "discover", "--role", "both"]) == 2
 
 
 def test_topology_show_and_schema(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pdd.base.ids import ReplicaName
 from pdd.daemon.balance import Candidate, choose_decoder, choose_prefiller
 
 
-def candidate(name: str, **fields: int) -> Candidate:
-    known = {
+def candidate(name: str, **fields: Any) -> Candidate:
+    known: dict[str, Any] = {
         "num_tokens": 4096,
         "free_pages": 100,
         "page_tokens": 1,
@@ -51,6 +53,13 @@ def test_the_prefiller_with_fewer_waiting_tokens_is_chosen() -> None:
     assert choice is not None
     assert choice.name == "b/0"
     assert "10 prompt tokens" in choice.reason
+
+
+def test_one_that_may_be_stuck_is_chosen_only_where_there_is_no_other() -> None:
+    late, busy = candidate("late/0", late=True), candidate("busy/0", num_running=8, queued_tokens=900)
+    for choose in (choose_decoder, choose_prefiller):
+        choice, only = choose([late, busy], [1]), choose([late], [1])
+        assert (choice and choice.name, only and only.name) == ("busy/0", "late/0")
 
 
 def test_equal_beginnings_meet_and_different_ones_spread() -> None:

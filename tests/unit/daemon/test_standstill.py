@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from pdd.base.ids import Incarnation, NodeName, ReplicaName
 from pdd.daemon.node import Node
+from pdd.daemon.peers import PeerBook
 from pdd.daemon.readiness import readiness, standstill
+from pdd.daemon.replica_set import Asked, ReplicaSet
+from pdd.memory.layout import KvLayout
+from pdd.memory.shape import KvShape
 from pdd.topology import model
+from pdd.wire import messages as wire
 
 
 class Clock:
@@ -32,7 +39,6 @@ def node(clock: Clock) -> Node:
         version=1,
         cluster=model.Cluster(key_file=Path("key"), heartbeat_s=0.5, silence_s=3.0),
         model=model.Model(name="toy", path=Path("toy")),
-        limits=model.Limits(step_s=30.0),
         nodes={NodeName("n"): model.Node(control_port=1)},
     )
     node = Node(topology, NodeName("n"), Incarnation("i"), clock)
@@ -58,12 +64,38 @@ def test_a_late_loop_does_not(node: Node, clock: Clock) -> None:
     assert standstill(node) is None
 
 
-def test_neither_does_one_whose_executor_is_stuck(node: Node, clock: Clock) -> None:
-    name = ReplicaName("n/0")
-    node.replicas[name] = cast("Any", SimpleNamespace(name=name, role=model.Role.COLOCATED, step_started_s=clock.at_s))
-    clock.at_s += 30.0
-    node._last_beat_s = clock.at_s
-    assert standstill(node) is None
+async def test_peers_hear_of_a_replica_that_may_be_stuck(clock: Clock) -> None:
+    layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=4, page_tokens=16, dtype="float32", num_pages=4)
+    one = ReplicaSet(
+        ReplicaName("n/0"), model.Replica(role=model.Role.PREFILL), cast("Any", None),
+        KvShape(tp=1, num_kv_heads=1, layout=layout),
+        max_sequence_tokens=16, max_queue=1, clock=clock, work=asyncio.Event(),
+    )  # fmt: skip
+    one.asked, one.asked_at_s = Asked("step 1", "step_s", 30.0), clock.at_s
+    clock.at_s += 3.0
+    assert not one.load(draining=False, silence_s=3.0).late
     clock.at_s += 1.0
-    assert standstill(node) == "replica n/0 has been in one step for 31 s"
+    assert one.load(draining=False, silence_s=3.0).late
+    one.asked = None
+    assert not one.load(draining=False, silence_s=3.0).late
+    peers = PeerBook()
+    peers.up(NodeName("n"), Incarnation("i"))
+    info = wire.ReplicaInfo(name=one.name, role=one.role, model_digest="", shape=one.shape, ranks=(), max_sequences=1)
+    peers.announce(NodeName("n"), wire.Announce(replicas=(info,)))
+    for late in (True, False):
+        load = msgspec.structs.replace(one.load(draining=False, silence_s=3.0), late=late)
+        peers.load(NodeName("n"), wire.Load(sequence=1, replicas=(load,)))
+        assert [it.late for it in peers.candidates(frozenset({one.role.value}))] == [late]
+
+
+@pytest.mark.parametrize("limit_s", [10.0, 30.0])
+def test_neither_does_one_whose_executor_is_stuck(node: Node, clock: Clock, limit_s: float) -> None:
+    name, asked = ReplicaName("n/0"), Asked("a step, or nothing", "step_s", limit_s)
+    replica = SimpleNamespace(name=name, role=model.Role.COLOCATED, asked=asked, silent_s=limit_s)
+    node.replicas[name] = cast("Any", replica)
+    assert standstill(node) is None
+    replica.silent_s += 1.0
+    assert standstill(node) == f"an executor of n/0 has not answered for {limit_s + 1:.0f} s"
     assert not readiness(node).ready
+    replica.asked = None
+    assert standstill(node) is None

@@ -28,7 +28,7 @@ from pdd.wire import messages as wire
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, page_tokens=16, dtype="float32", num_pages=64)
 SHAPE = KvShape(tp=1, num_kv_heads=1, layout=LAYOUT)
 HERE, THERE = Incarnation("here"), Incarnation("there")
-PEER, PREFILLER, DECODER = NodeName("peer"), ReplicaName("peer/0"), ReplicaName("decode0/0")
+PEER, PREFILLER, DECODER = NodeName("peer"), ReplicaName("peer/0"), ReplicaName("peer/1")
 REQUEST, IMMEDIATE = RequestId("r"), Immediate(7)
 PROMPT = tuple(range(100))
 
@@ -60,7 +60,7 @@ class FakeSet(ReplicaSet):
         super().__init__(
             name,
             Replica(role=role),
-            cast("Any", SimpleNamespace(digest="m")),
+            cast("Any", SimpleNamespace(digest="m", config=SimpleNamespace(vocab_size=1 << 20))),
             SHAPE,
             max_sequence_tokens=1024,
             max_queue=4,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -248,6 +249,35 @@ async def test_https(serve: Serve, certificate: Certificate) -> None:
         writer.write(GET)
         assert b"live" not in await until_closed(reader)
     await metric(url, 'pdd:http_refused_connections_total{why="tls"} 2.0', ssl=pinned)
+
+
+async def test_a_certificate_that_is_replaced_is_that_of_the_next_connections(serve: Serve, tmp_path: Path) -> None:
+    first, second = (make_self_signed(tmp_path, name) for name in ("first", "second"))
+    own = Certificate(certificate_file=tmp_path / "own.crt", key_file=tmp_path / "own.key")
+
+    def replace_with(made: Path) -> None:
+        shutil.copy(made, own.certificate_file)
+        shutil.copy(made.with_suffix(".key"), own.key_file)
+
+    replace_with(first)
+    served = await serve(http=Http(port=0, tls=own))
+    url = f"https://127.0.0.1:{served.server.port}"
+    async with aiohttp.ClientSession(url) as early:
+        pinned = pinned_context(first)
+        async with early.get("/live", ssl=pinned) as response:
+            assert response.status == 200
+        replace_with(second)
+        async with early.get("/live", ssl=pinned) as response:
+            assert response.status == 200, "a connection goes on as it began"
+    own.key_file.write_text("nothing")
+    for _ in range(2):
+        async with aiohttp.ClientSession(url) as late:
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await late.get("/live", ssl=pinned_context(second))
+    replace_with(second)
+    own.key_file.touch()
+    async with aiohttp.ClientSession(url) as late, late.get("/live", ssl=pinned_context(second)) as response:
+        assert response.status == 200
 
 
 async def test_old_tls_is_refused(serve: Serve, certificate: Certificate) -> None:

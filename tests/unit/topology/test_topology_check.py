@@ -156,6 +156,50 @@ def test_local_checks(tmp_path: Path) -> None:
     assert "cluster.run_dir" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("cores", "fault"),
+    [
+        ((1,), "progress_cores: 1 entry for 2 ranks: write one for each, or `[]`"),
+        ((1, 2, 3), "progress_cores: 3 entries for 2 ranks"),
+        ((1, ()), "progress_cores[1]: rank 1 has no core"),
+        (((1, 2, 1), 3), "progress_cores[0]: [1, 2, 1] names a core twice"),
+    ],
+)
+def test_what_is_no_map_of_progress_cores(cores: tuple[int | tuple[int, ...], ...], fault: str) -> None:
+    replica = Replica(role=Role.COLOCATED, parallel=Parallel(tp=2), progress_cores=cores)
+    (text,) = told(topology(replica))
+    assert text.startswith(f"nodes.n0.replicas[0].{fault}")
+
+
+@pytest.mark.parametrize("cores", [(), (1, 1), ((1, 2), 2)])
+def test_progress_threads_may_share_cores(cores: tuple[int | tuple[int, ...], ...]) -> None:
+    replica = Replica(role=Role.COLOCATED, parallel=Parallel(tp=2), progress_cores=cores)
+    assert told(topology(replica)) == []
+
+
+def test_progress_threads_on_executors_cores_are_a_warning() -> None:
+    prefill = Replica(role=Role.PREFILL, cores=(0, 1), progress_cores=((1, 2),))
+    decode = Replica(role=Role.DECODE, cores=(2, 3), progress_cores=(4,))
+    texts = [text for text in warnings(topology(prefill, decode)) if "progress" in text]
+    assert texts == [
+        "nodes.n0.replicas[0]: its executors run on progress core 1: pages will arrive late",
+        "nodes.n0.replicas[0]: nodes.n0.replicas[1]'s executors run on progress core 2: pages will arrive late",
+    ]
+    colocated = Replica(role=Role.COLOCATED, progress_cores=(4,))
+    assert "its progress_cores are not used" in warnings(topology(colocated))[0]
+
+
+def test_progress_cores_are_checked_on_their_own_machine() -> None:
+    cluster = Cluster(key_file=Path("/k"), run_dir=Path("/tmp"))
+    absent = Replica(role=Role.COLOCATED, parallel=Parallel(tp=2), progress_cores=(99999, (99999, 88888)))
+    with pytest.raises(TopologyInvalid) as caught:
+        check_local(topology(absent, cluster=cluster), NodeName("n0"))
+    lines = str(caught.value).split("\n")
+    assert [line.partition(" is not")[0] for line in lines] == [
+        f"nodes.n0.replicas[0].progress_cores: core {core}" for core in (88888, 99999)
+    ]
+
+
 def test_cores_of_other_nodes_are_not_checked_here() -> None:
     cluster = Cluster(key_file=Path("/k"), run_dir=Path("/tmp"))
     nodes = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
 import uvloop
 from certificates import make_authority, make_certificate
 from test_wire_links import KEY, A, B, Cluster, Recorder, cancel, until
@@ -247,6 +249,68 @@ def test_a_key_that_others_can_use_is_refused(files: Files, mode: int) -> None:
     tls.key_file.chmod(mode)
     with pytest.raises(CertificateInvalid, match=f"mode {mode:04o}.*chmod 600 {tls.key_file}"):
         LinkTls(tls)
+
+
+def replace_with(own: ClusterTls, other: ClusterTls) -> None:
+    """As renewing a certificate does: the paths stay."""
+    for name in own.__struct_fields__:
+        path = getattr(own, name)
+        new = path.with_suffix(".new")
+        shutil.copy(getattr(other, name), new)  # with its mode
+        new.rename(path)
+
+
+@pytest.fixture
+def own(files: Files, tmp_path: Path) -> ClusterTls:
+    """Files that a test may replace."""
+    names = ClusterTls.__struct_fields__
+    made = ClusterTls(**{name: tmp_path / name for name in names})
+    replace_with(made, files("first"))
+    return made
+
+
+def test_certificates_that_are_replaced_are_those_of_the_next_links(files: Files, own: ClusterTls) -> None:
+    here, there = LinkTls(own), LinkTls(files("peer"))
+    before = here.end(Side.DIALER)
+    replace_with(own, files("second"))
+    after = here.end(Side.DIALER)
+    assert before.certificate != after.certificate
+    for dialer in (before, after):
+        acceptor = there.end(Side.ACCEPTOR)
+        connect(dialer, acceptor)
+        assert acceptor.peer_certificate == dialer.certificate
+    replace_with(own, files("third", "another"))
+    acceptor, dialer = here.end(Side.ACCEPTOR), LinkTls(files("new peer", "another")).end(Side.DIALER)
+    connect(dialer, acceptor)  # with the authority, too
+    assert dialer.peer_certificate == acceptor.certificate
+
+
+@pytest.mark.parametrize("name", ClusterTls.__struct_fields__)
+def test_certificates_that_are_broken_are_not_used(files: Files, own: ClusterTls, name: str) -> None:
+    tls = LinkTls(own)
+    first = tls.end(Side.DIALER).certificate
+    path = getattr(own, name)
+    path.write_text("nothing")
+    with structlog.testing.capture_logs() as logs:
+        assert [tls.end(Side.DIALER).certificate for _ in range(3)] == [first] * 3
+    [entry] = logs
+    assert entry["log_level"] == "error"
+    assert str(path) in entry["error"]
+    path.unlink()
+    assert tls.end(Side.DIALER).certificate == first
+    replace_with(own, files("second"))
+    assert tls.end(Side.DIALER).certificate != first
+
+
+def test_a_key_that_was_open_to_others_is_used_once_it_is_not(files: Files, own: ClusterTls) -> None:
+    tls = LinkTls(own)
+    first = tls.end(Side.DIALER).certificate
+    second = files("second")
+    second.key_file.chmod(0o644)
+    replace_with(own, second)
+    assert tls.end(Side.DIALER).certificate == first
+    own.key_file.chmod(0o600)
+    assert tls.end(Side.DIALER).certificate != first
 
 
 def locked(files: ClusterTls, directory: Path) -> Path:
