@@ -24,7 +24,7 @@ import yaml
 
 from pdd.base.errors import OperatorError
 from pdd.base.ids import NodeName
-from pdd.bench.chaos import Chaos
+from pdd.bench.chaos import KINDS, Chaos
 from pdd.bench.machine import describe, this_machine
 from pdd.bench.toy_cluster import SECTIONS, ToyCluster, Unanswered, Vitals, two_by_two
 from pdd.bench.traffic import Asks, Oracle, Traffic
@@ -50,6 +50,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What else must not happen: answers that never end, faults that are not recovered from, tracebacks."""
     around_s: dict[str, list[float]]
     back_s: dict[str, list[float]]
+    pages_s: list[float]
+    """Seconds from the death of a decoder until the prefillers had the pages back that they held for it."""
     counters: dict[str, int]
     """Of all nodes together, since their last start."""
 
@@ -64,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--topology", type=Path, help="its nodes are run, on loopback; default: two of each role")
     parser.add_argument("--clients", type=int, default=8, help="requests at once (default 8)")
     parser.add_argument("--fault-pause-s", type=float, default=2.0, help="mean pause between faults (default 2)")
+    parser.add_argument("--only", action="append", choices=KINDS, help="this kind of fault; may be given again")
+    parser.add_argument("--apart", action="store_true", help="no fault before the one before it is over everywhere")
     parser.add_argument("--keep", action="store_true", help="keep logs; they are always kept when something is wrong")
 
 
@@ -99,7 +103,11 @@ async def _soak(directory: Path, nodes: dict[str, Any], args: argparse.Namespace
     oracle = Oracle(cluster.model.config, page_tokens)
     traffic = Traffic(list(cluster.urls.values()), Asks(rng, oracle), oracle, rng)
     lasting = {[node for node in cluster.nodes if cluster.role(node) == role][-1] for role in ("prefill", "decode")}
-    chaos = Chaos(cluster, traffic, rng, pause_s=args.fault_pause_s, lasting=lasting)
+    at_once = 1 if args.apart else len(cluster.nodes)
+    chaos = Chaos(
+        cluster, traffic, rng,
+        pause_s=args.fault_pause_s, lasting=lasting, at_once=at_once, kinds=args.only or KINDS,
+    )  # fmt: skip
     began_s = time.monotonic()
     try:
         for node in cluster.nodes:
@@ -121,7 +129,7 @@ async def _soak(directory: Path, nodes: dict[str, Any], args: argparse.Namespace
     return Report(
         seed=seed, duration_s=time.monotonic() - began_s, outcomes=dict(traffic.outcomes.most_common()),
         faults=dict(sorted(chaos.injected.items())), wrong=len(traffic.wrong), leaks=leaks, problems=problems,
-        around_s=chaos.around_s, back_s=chaos.back_s, counters=counters,
+        around_s=chaos.around_s, back_s=chaos.back_s, pages_s=chaos.pages_s, counters=counters,
     )  # fmt: skip
 
 
@@ -189,6 +197,7 @@ def _text(report: Report) -> str:
         lines.append(f"  {number:7}  {name:28}{around:24}{back}")
     both = [list(chain(*found.values())) for found in (report.around_s, report.back_s)]
     lines.append(f"  {'':7}  {'all':28}{_percentiles(both[0]):24}{_percentiles(both[1])}")
+    lines.append(f"pages that prefillers held for a killed decoder, free after: {_percentiles(report.pages_s)}")
     lines.append("since the last start of each node:")
     lines += [f"  {number:7}  {name}" for name, number in report.counters.items()]
     lines.append(f"wrong answers: {report.wrong}")

@@ -2,6 +2,33 @@
 
 from __future__ import annotations
 
-from cluster import make_cluster, slow_toy
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
 
-__all__ = ["make_cluster", "slow_toy"]
+import pytest
+from cluster import MakeCluster, slow_toy
+from cluster import make_cluster as make_plain_cluster
+from namespaces import Namespaces, NoNamespaces, namespaces
+
+__all__ = ["make_cluster", "make_plain_cluster", "slow_toy"]
+
+
+@pytest.fixture
+def make_cluster(make_plain_cluster: MakeCluster) -> MakeCluster:
+    """As everywhere, but handoffs are verified unless the test says otherwise."""
+
+    def make(*args: Any, **sections: Any) -> Any:
+        return make_plain_cluster(*args, **{**sections, "handoff": {"verify": "pages", **sections.get("handoff", {})}})
+
+    return make
+
+
+@pytest.fixture
+def pair() -> Iterator[Namespaces]:
+    with ExitStack() as stack:
+        try:
+            found = stack.enter_context(namespaces())
+        except NoNamespaces as reason:
+            pytest.skip(str(reason))
+        yield found

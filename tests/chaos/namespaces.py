@@ -12,6 +12,9 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from cluster import prefill_and_decode
 
 
 class NoNamespaces(Exception):
@@ -71,3 +74,14 @@ def namespaces() -> Iterator[Namespaces]:
         yield pair
     finally:
         pair.remove()
+
+
+def nodes_in(pair: Namespaces, **replica: Any) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """A prefiller and a decoder with the cable between them, and the commands that start them there."""
+    nodes = prefill_and_decode(**replica)
+    nodes["prefill0"]["host"], nodes["decode0"]["host"] = pair.prefill_host, pair.decode_host
+    nodes["decode0"]["http"]["host"] = pair.http_host
+    return nodes, {
+        "prefill0": ["ip", "netns", "exec", pair.prefill],
+        "decode0": ["ip", "netns", "exec", pair.decode],
+    }

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster import TOY_MODEL
 
+from pdd.base.ids import NodeName
+from pdd.bench.chaos import Chaos
 from pdd.bench.soak import Report
 from pdd.bench.traffic import Answer, Ask, Oracle
 from pdd.engine.pack import pack
@@ -46,14 +51,47 @@ def test_what_is_wrong_is_noticed(oracle: Oracle, wrong: str) -> None:
 @pytest.mark.parametrize("bad", [{"wrong": 1}, {"leaks": ["a page"]}, {"problems": ["an answer that never ends"]}])
 def test_anything_found_is_a_failure(bad: dict[str, object]) -> None:
     fine: dict[str, object] = {"seed": 0, "duration_s": 1.0, "outcomes": {}, "faults": {}, "wrong": 0, "leaks": [],
-                               "problems": [], "around_s": {}, "back_s": {}, "counters": {}}  # fmt: skip
+                               "problems": [], "around_s": {}, "back_s": {}, "pages_s": [], "counters": {}}  # fmt: skip
     assert not Report(**fine).failed  # type: ignore[arg-type]
     assert Report(**(fine | bad)).failed  # type: ignore[arg-type]
 
 
-async def test_a_short_soak_finds_nothing() -> None:
+class QuietCluster:
+    """Nodes to which nothing really happens."""
+
+    nodes = (NodeName("prefill0"), NodeName("prefill1"), NodeName("decode0"), NodeName("decode1"))
+    urls = {NodeName("decode0"): "zero", NodeName("decode1"): "one"}
+
+    def role(self, node: NodeName) -> str:
+        return node[:-1]
+
+    async def wait_ready(self, node: NodeName) -> None: ...
+
+    async def probe(self, url: str) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("at_once", "most"), [(1, 1), (4, 2)])
+async def test_faults_are_kept_apart_or_one_of_each_role_at_a_time(at_once: int, most: int) -> None:
+    quiet: Any = QuietCluster()
+    chaos = Chaos(quiet, quiet, random.Random(0), pause_s=0.001, lasting=set(), at_once=at_once)
+    under_way: list[int] = []
+
+    async def fault(node: NodeName, done: asyncio.Event) -> None:
+        under_way.append(len(chaos._faulty))
+        done.set()
+        await asyncio.sleep(0.02)
+
+    chaos._kinds = {"fault": fault}
+    await chaos.run(time.monotonic() + 0.5)
+    assert max(under_way) == most
+    assert chaos.problems == []
+
+
+@pytest.mark.parametrize("options", [[], ["--apart", "--only", "SIGKILL daemon"]], ids=["overlapping", "apart"])
+async def test_a_short_soak_finds_nothing(options: list[str]) -> None:
     soak = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "pdd", "soak", "--minutes", "0.1", "--seed", "1", "--fault-pause-s", "1",
+        sys.executable, "-m", "pdd", "soak", "--minutes", "0.1", "--seed", "1", "--fault-pause-s", "1", *options,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     printed = (await soak.communicate())[0].decode()
