@@ -250,7 +250,7 @@ static int open_paths(struct pdd_port *port, struct peer *peer, const struct tar
         if (!is_address(path->nic, remote))
             return -EINVAL;
         peer->num_paths++;
-        int rc = pdd_path_init(port, path);
+        int rc = pdd_path_init(path);
         if (rc)
             return rc;
     }
@@ -332,7 +332,7 @@ int pdd_do_get_peer(struct pdd_port *port, struct call *call)
         .num_paths = peer->num_paths,
     };
     for (uint32_t i = 0; i < peer->num_paths; i++)
-        call->peer_info->num_open += peer->paths[i].endpoint.ep != NULL;
+        call->peer_info->num_open += peer->paths[i].reopen.after_ns <= port->now_ns;
     return 0;
 }
 

@@ -1,7 +1,7 @@
 /* Paths: from one NIC of ours to one of a peer's. Messages go where most credit is left; a path that fails is closed,
  * which ends what was under way on it, and opened again later.
  *
- *     open --- error, silence ---> closed --- pause, then the next message ---> open
+ *     closed --- a message ---> open --- error, silence ---> closed for a pause, the longer the more often
  *
  * What was under way when it failed may or may not have been counted by the target, so it is never posted a second
  * time: its writes end with the error. What libfabric refused to take goes on over the other paths.
@@ -13,7 +13,8 @@ static const uint64_t MAX_RETRY_NS = 20 * 1000000;         /* ... and for a dead
 static const uint64_t MAX_SILENCE_NS = 5 * 1000000000ull;  /* of a path with messages under way */
 static const uint64_t CHECK_EVERY_NS = 250 * 1000000;
 
-int pdd_path_init(struct pdd_port *port, struct path *path)
+/* It is opened by the first message: a peer whose pages are copied needs none. */
+int pdd_path_init(struct path *path)
 {
     uint32_t number = path->nic->terms.max_in_flight;
     path->messages = calloc(number, sizeof *path->messages);
@@ -24,10 +25,7 @@ int pdd_path_init(struct pdd_port *port, struct path *path)
         path->messages[path->num_free].path = path;
         path->free_messages[path->num_free] = path->num_free;
     }
-    int rc = pdd_endpoint_open(port, path->nic, path, &path->endpoint);
-    if (!rc && fi_av_insert(path->endpoint.av, path->remote, 1, &path->address, 0, NULL) != 1)
-        rc = -EINVAL;
-    return rc;
+    return 0;
 }
 
 static uint32_t num_in_flight(const struct path *path) { return path->nic->terms.max_in_flight - path->num_free; }
@@ -65,7 +63,7 @@ void pdd_path_close(struct pdd_port *port, struct path *path)
 }
 
 /* ---- choice ---- */
-static int reopen(struct pdd_port *port, struct path *path)
+static int open_path(struct pdd_port *port, struct path *path)
 {
     int rc = pdd_endpoint_open(port, path->nic, path, &path->endpoint);
     if (!rc && fi_av_insert(path->endpoint.av, path->remote, 1, &path->address, 0, NULL) != 1)
@@ -79,7 +77,7 @@ static int reopen(struct pdd_port *port, struct path *path)
 
 static bool is_open(struct pdd_port *port, struct path *path)
 {
-    return path->endpoint.ep || (path->reopen.after_ns <= port->now_ns && !reopen(port, path));
+    return path->endpoint.ep || (path->reopen.after_ns <= port->now_ns && !open_path(port, path));
 }
 
 /* The path with most credit that takes messages now; NULL: none. */

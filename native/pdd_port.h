@@ -346,7 +346,7 @@ void pdd_free_peer(struct pdd_port *port, struct peer *peer);
 int pdd_free_memory(struct pdd_port *port, struct memory *memory);
 
 /* pdd_path.c, on the progress thread */
-int pdd_path_init(struct pdd_port *port, struct path *path);
+int pdd_path_init(struct path *path);
 void pdd_path_close(struct pdd_port *port, struct path *path);
 bool pdd_path_busy(const struct path *path);
 struct path *pdd_choose_path(struct pdd_port *port, struct peer *peer);

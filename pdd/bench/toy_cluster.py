@@ -23,7 +23,7 @@ from pdd.base.errors import PddError, ReplicaFailed
 from pdd.base.ids import NodeName
 from pdd.engine.pack import PackedModel, pack
 from pdd.topology.load import load
-from pdd.topology.model import Role
+from pdd.topology.model import Role, SameHost
 from pdd.wire import admin
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
@@ -68,8 +68,9 @@ def two_by_two() -> dict[str, Any]:
 class ToyCluster:
     """`nodes`: as in a topology file, on loopback; ports are chosen here. Raises TopologyInvalid."""
 
-    def __init__(self, directory: Path, nodes: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, nodes: dict[str, Any], same_host: SameHost) -> None:
         self.directory = directory
+        self._same_host = same_host
         self._cache = directory / "cache"
         self._file = directory / "topology.yaml"
         self._run_dir = directory / "run"
@@ -92,7 +93,8 @@ class ToyCluster:
                 node["http"] = {"port": _free_port()}
         cluster = {"name": "soak", "key_file": str(key), "run_dir": str(self._run_dir), **SECTIONS["cluster"]}
         model = {"name": "toy", "path": str(self.directory / "model")}
-        document = {"version": 1, **SECTIONS, "cluster": cluster, "model": model, "nodes": nodes}
+        fabric = {"same_host": str(self._same_host)}
+        document = {"version": 1, **SECTIONS, "fabric": fabric, "cluster": cluster, "model": model, "nodes": nodes}
         self._file.write_text(yaml.safe_dump(document))
 
     @property

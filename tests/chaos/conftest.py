@@ -16,10 +16,12 @@ __all__ = ["make_cluster", "make_plain_cluster", "slow_toy"]
 
 @pytest.fixture
 def make_cluster(make_plain_cluster: MakeCluster) -> MakeCluster:
-    """As everywhere, but handoffs are verified unless the test says otherwise."""
+    """As everywhere, but handoffs are verified, and pages go as between machines, unless the test says otherwise."""
 
     def make(*args: Any, **sections: Any) -> Any:
-        return make_plain_cluster(*args, **{**sections, "handoff": {"verify": "pages", **sections.get("handoff", {})}})
+        handoff = {"verify": "pages", **sections.get("handoff", {})}
+        fabric = {"same_host": "fabric", **sections.get("fabric", {})}
+        return make_plain_cluster(*args, **{**sections, "handoff": handoff, "fabric": fabric})
 
     return make
 

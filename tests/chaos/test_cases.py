@@ -210,11 +210,16 @@ async def test_case_28_a_client_chooses_peers_or_ids(make_cluster: MakeCluster) 
 # 2, 3, 6, 7: what happens to a handoff on its way.
 
 
+BOTH_WAYS = pytest.mark.parametrize("same_host", ["fabric", "copy"])
+
+
+@BOTH_WAYS
 async def test_case_02_the_lease_runs_out_before_the_transfer(
-    make_cluster: MakeCluster, slow_toy: Path, toy: Toy
+    make_cluster: MakeCluster, slow_toy: Path, toy: Toy, same_host: str
 ) -> None:
     """A decoder that slept through the lease does not believe what came of it, and answers rightly all the same."""
     sections = {"handoff": {**HANDOFF_ALL, "lease_s": 0.4}, "cluster": {"silence_s": 60}}
+    sections["fabric"] = {"same_host": same_host}
     async with make_cluster(prefill_and_decode(), slow_toy, **sections) as cluster:
         answer = asyncio.create_task(text_of(cluster, prompt(800), 4))
         await wait_for_state(cluster, "prefilling")
@@ -242,11 +247,12 @@ NUM_PREFILLERS = 4
 
 @pytest.mark.slow
 @pytest.mark.timeout(90 + 3 * NUM_KILLS)
+@BOTH_WAYS
 async def test_case_03_the_prefiller_dies_mid_push_while_the_client_cancels(
-    make_cluster: MakeCluster, slow_toy: Path
+    make_cluster: MakeCluster, slow_toy: Path, same_host: str
 ) -> None:
-    """`PDD_CHAOS_KILLS` times, four at once, the clients leaving before, with, or after them: the decoder's pages are
-    back, every time, by the deadline."""
+    """`PDD_CHAOS_KILLS` times, half of them each way, four at once, the clients leaving before, with, or after them:
+    the decoder's pages are back, every time, by the deadline."""
     rng = random.Random(NUM_KILLS)
     nodes = prefill_and_decode(kv_bytes="32 MiB", max_sequences=32)
     prefillers = [f"prefill{index}" for index in range(NUM_PREFILLERS)]
@@ -254,7 +260,7 @@ async def test_case_03_the_prefiller_dies_mid_push_while_the_client_cancels(
         nodes[name] = {**nodes["prefill0"], "control_port": control}
     back_s: list[float] = []
     sections = {"handoff": {**HANDOFF_ALL, "retries": 0}, "cluster": {"heartbeat_s": 0.1}}
-    async with make_cluster(nodes, slow_toy, **sections) as cluster:
+    async with make_cluster(nodes, slow_toy, fabric={"same_host": same_host}, **sections) as cluster:
         loop = asyncio.get_running_loop()
         clients: list[asyncio.Task[str]] = []
 
@@ -282,7 +288,7 @@ async def test_case_03_the_prefiller_dies_mid_push_while_the_client_cancels(
             await vanish(*clients)
 
         await eventually(all_known, 20.0, lambda: cluster.log("decode0"))
-        for turn in range(-(-NUM_KILLS // NUM_PREFILLERS)):
+        for turn in range(-(-NUM_KILLS // 2 // NUM_PREFILLERS)):
             clients.clear()
             await eventually(pushing, 20.0, lambda: "some prefiller never had anything to do")
             if turn % 3 == 0:
@@ -309,11 +315,15 @@ async def test_case_03_the_prefiller_dies_mid_push_while_the_client_cancels(
     assert counted["handoffs[fenced]"] >= len(back_s)
 
 
-async def test_case_06_one_of_several_transfers_fails(make_cluster: MakeCluster, slow_toy: Path, toy: Toy) -> None:
+@BOTH_WAYS
+async def test_case_06_one_of_several_transfers_fails(
+    make_cluster: MakeCluster, slow_toy: Path, toy: Toy, same_host: str
+) -> None:
     """One rank of the prefiller dies mid-transfer; a request that starts at once gets no page that is written late."""
     nodes = prefill_and_decode(kv_bytes="1 MiB")  # so few pages that the second request waits for those of the first
     nodes["prefill0"]["replicas"][0] |= {"parallel": {"tp": 2}, "kv_bytes": "1 MiB"}
-    async with make_cluster(nodes, slow_toy, handoff={**HANDOFF_ALL, "verify": "none"}) as cluster:
+    sections = {"handoff": {**HANDOFF_ALL, "verify": "none"}, "fabric": {"same_host": same_host}}
+    async with make_cluster(nodes, slow_toy, **sections) as cluster:
         first = asyncio.create_task(text_of(cluster, prompt(700), 4))
         await wait_for_state(cluster, "prefilling")
         os.kill(children_of(cluster.daemons["prefill0"].pid)[1], signal.SIGKILL)

@@ -271,7 +271,9 @@ async def mend(stage: Stage, fault: str, victim: str, pair: Namespaces | None) -
 
 
 @asynccontextmanager
-async def stage_of(make_cluster: MakeCluster, model: Path, toy: Toy, pair: Namespaces | None) -> AsyncIterator[Stage]:
+async def stage_of(
+    make_cluster: MakeCluster, model: Path, toy: Toy, pair: Namespaces | None, same_host: str
+) -> AsyncIterator[Stage]:
     replica = {"kv_bytes": "96 MiB", "chunk_tokens": 1024}
     within: dict[str, list[str]] = {}
     if pair is None:
@@ -286,7 +288,7 @@ async def stage_of(make_cluster: MakeCluster, model: Path, toy: Toy, pair: Names
         "host": nodes["decode0"].get("host", "127.0.0.1"),
         "http": nodes["decode0"].pop("http"),
     }
-    async with make_cluster(nodes, model, within=within, **SECTIONS) as cluster:
+    async with make_cluster(nodes, model, within=within, fabric={"same_host": same_host}, **SECTIONS) as cluster:
         stage = Stage(cluster, toy)
         try:
             yield stage
@@ -304,21 +306,31 @@ CHOSEN = os.environ.get("PDD_CHAOS_STATES", time.strftime("%j"))
 """Another one every day."""
 
 
-def drawn(fault: str) -> list[tuple[Scene, str]]:
+def drawn(fault: str, same_host: str) -> list[tuple[Scene, str]]:
     found = [(scene, victim) for scene, victim in ALL if fault != "cut" or victim == "prefill0"]
-    return found if CHOSEN == "all" else random.Random(f"{CHOSEN} {fault}").sample(found, len(found) // 2)
+    if CHOSEN == "all":
+        return found
+    half = random.Random(f"{CHOSEN} {fault}").sample(found, len(found) // 2)
+    return half if fault == "cut" else half[same_host == "copy" :: 2]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "same_host"), [*((fault, "fabric") for fault in FAULTS), ("SIGKILL", "copy"), ("SIGSTOP", "copy")]
+)
 async def test_the_other_side_fails_in_every_state(
-    make_cluster: MakeCluster, wide_toy: Path, tmp_path: Path, request: pytest.FixtureRequest, fault: str
+    make_cluster: MakeCluster,
+    wide_toy: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    fault: str,
+    same_host: str,
 ) -> None:
     pair: Namespaces | None = request.getfixturevalue("pair") if fault == "cut" else None
     toy = Toy(tmp_path / "cache", wide_toy)
-    async with stage_of(make_cluster, wide_toy, toy, pair) as stage:
-        for scene, victim in drawn(fault):
+    async with stage_of(make_cluster, wide_toy, toy, pair, same_host) as stage:
+        for scene, victim in drawn(fault, same_host):
             print(f"PDD_CHAOS_STATES={CHOSEN}: {fault} of {victim} in {scene.pairs}")
             await stage.reach(scene)
             await strike(stage, fault, victim, pair)

@@ -143,11 +143,16 @@ async def test_a_rank_that_dies_takes_its_replica_down_and_the_others_serve_on(
         before = set(children_of(pid))
         answers = [
             asyncio.create_task(
-                cluster.post("/v1/completions", {"prompt": prompt(200, seed), "max_tokens": 40, "ignore_eos": True})
+                cluster.post("/v1/completions", {"prompt": prompt(200, seed), "max_tokens": 80, "ignore_eos": True})
             )
             for seed in range(4)
         ]
-        await wait_for_state(cluster, "decoding")
+
+        async def all_decoding() -> bool:  # so none is moved when its replica fails
+            rows = (await cluster.ask("decode0", "requests"))["requests"]
+            return [row["state"] for row in rows if row["side"] == "decode"].count("decoding") == len(answers)
+
+        await eventually(all_decoding, 20.0, lambda: cluster.log("decode0"))
         os.kill(children_of(pid)[1], signal.SIGKILL)
 
         async def one_failed() -> bool:
