@@ -14,7 +14,7 @@ import structlog
 
 from pdd.base.errors import NoPath, RequestTooLarge
 from pdd.base.ids import Immediate, Incarnation, NodeName, PageId
-from pdd.daemon.balance import Choice, choose_prefiller
+from pdd.daemon.balance import Candidate, Choice, choose_prefiller
 from pdd.daemon.peers import Peer
 from pdd.daemon.records import DecodeRequest, Handoff
 from pdd.daemon.replica_set import ReplicaSet
@@ -22,7 +22,7 @@ from pdd.daemon.side import Control, Side
 from pdd.lifecycle import events as e
 from pdd.lifecycle.table import DecodeState
 from pdd.topology.model import Handoff as HandoffPolicy
-from pdd.topology.model import Role, Verify
+from pdd.topology.model import OnHandoffFailure, Role, Verify
 from pdd.transfer import events as transfer
 from pdd.transfer.digest import DigestPlan, target_digests
 from pdd.wire import messages as wire
@@ -61,6 +61,7 @@ class Handoffs:
             )
         record.peer = choice.name
         record.attempts += 1
+        self._control.peers.paths.tried(self._replica.name, choice.name, self._control.clock.now_s())
         record.retry_after_s = None
         lease_s = self._policy.lease_s
         record.lease = asyncio.get_running_loop().call_later(lease_s, self._lease_over, record, immediates[0])
@@ -80,12 +81,27 @@ class Handoffs:
         candidates = [it for it in reachable if it.num_tokens >= num_tokens]
         if reachable and not candidates:
             raise NoPath(f"no reachable prefiller has KV memory for {num_tokens} tokens")
+        candidates = self._awake(candidates)
         others = [it for it in candidates if record.handoff is None or it.name != record.handoff.prefiller]
         choice = choose_prefiller(others or candidates, record.prompt)
         peer = self._control.peers.owner(choice.name) if choice else None
         if choice is None or peer is None:
             raise NoPath("no prefiller is reachable")
         return choice, peer
+
+    def _awake(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Without those whose pages do not arrive. Raises NoPath when nobody else is there and we can do without."""
+        paths, now_s = self._control.peers.paths, self._control.clock.now_s()
+        resting = {it.name for it in candidates if paths.rests(self._replica.name, it.name, now_s)}
+        awake = [it for it in candidates if it.name not in resting]
+        if resting and not awake:
+            if self._policy.on_failure is OnHandoffFailure.ERROR:
+                return candidates
+            why = "; ".join(reason for theirs, reason in paths.broken() if theirs in resting)
+            self._control.metrics.prefillers_left_out.inc()
+            raise NoPath(why)
+        self._control.metrics.prefillers_left_out.inc(len(resting))
+        return awake
 
     def _send(self, node: NodeName, ticket: wire.PrefillRequest) -> str:
         """Why the ticket could not leave; empty when it has."""
@@ -138,8 +154,9 @@ class Handoffs:
     def _failed(self, record: DecodeRequest, reason: str) -> None:
         if not record.machine.allows(e.HandoffFailed):
             return  # it has arrived: whatever the prefiller says now is late
-        record.failure = reason
-        self._control.metrics.handoffs.labels("failed").inc()
+        if record.machine.state in _IN_FLIGHT:
+            record.failure = reason
+            self._control.metrics.handoffs.labels("failed").inc()
         self._side.feed(record, e.HandoffFailed(reason))
 
     def _lease_over(self, record: DecodeRequest, immediate: Immediate) -> None:
@@ -150,24 +167,55 @@ class Handoffs:
         lease_s = self._policy.lease_s
         record.lease = asyncio.get_running_loop().call_later(lease_s, self._lease_over, record, immediate)
         if record.machine.state in _IN_FLIGHT:
-            self._failed(record, f"the pages did not arrive within {lease_s:g} s")
+            reason = f"the pages did not arrive within {lease_s:g} s"
+            if record.machine.state is DecodeState.TRANSFERRING:
+                self._path_failed(handoff, reason)
+            self._failed(record, reason)
         elif record.machine.state is DecodeState.DRAINING and not self._replica.messenger.arrived(record.id)[1]:
             log.error("a drain waits for nothing", request=record.id, story=record.machine.tell())
             self._side.feed(record, e.Drained("no piece is expected for it"))
+        elif record.machine.state is DecodeState.DRAINING and handoff.stopped:
+            self._writes_lost(handoff, f"pieces that it posted did not arrive within {lease_s:g} s")
         elif record.machine.state is DecodeState.DRAINING:
             self._control.fence(handoff.node, f"it did not confirm the end of {record.id} within {lease_s:g} s")
 
     def peer_down(self, node: NodeName, incarnation: Incarnation, reason: str) -> None:
         """Its key is closed: what it had not delivered fails, and nothing of it can arrive any more."""
-        for record in list(self._side.records.values()):
-            handoff = record.handoff
-            if handoff is not None and handoff.incarnation == incarnation and record.machine.allows(e.HandoffFailed):
-                self._over(record, f"link to {node} lost: {reason}")
+        for record in self._served_by(incarnation):
+            self._over(record, f"link to {node} lost: {reason}")
         if self._replica.role is Role.DECODE:
             self._shut_out(incarnation)
 
+    def _writes_lost(self, handoff: Handoff, reason: str) -> None:
+        """Its prefiller lives, and what it wrote gets lost: the peer's keys are closed, so that nothing need be waited
+        for, and it gets new ones over the same link. What else is under way with the old ones ends, too."""
+        reason = f"writes of {handoff.prefiller} failed: {reason}"
+        log.warning("closing a peer's keys", peer=handoff.node, replica=self._replica.name, reason=reason)
+        self._path_failed(handoff, reason)
+        for record in self._served_by(handoff.incarnation):
+            self._over(record, reason)
+        self._close_keys(handoff.incarnation)
+        self._control.pair(handoff.node)  # before the next poll: what that drains may ask the same prefiller again
+        self._replica.poll()
+
+    def _path_failed(self, handoff: Handoff, reason: str) -> None:
+        paths, now_s = self._control.peers.paths, self._control.clock.now_s()
+        paths.failed(self._replica.name, handoff.prefiller, handoff.incarnation, reason, now_s)
+
+    def _served_by(self, incarnation: Incarnation) -> list[DecodeRequest]:
+        """Those whose handoffs from that peer are not over."""
+        return [
+            it
+            for it in self._side.records.values()
+            if it.handoff is not None and it.handoff.incarnation == incarnation and it.machine.allows(e.HandoffFailed)
+        ]
+
     def _shut_out(self, incarnation: Incarnation) -> None:
-        """Closes the peer's memory key. On a provider where that stops nothing, only time makes the pages safe."""
+        self._close_keys(incarnation)
+        self._replica.poll()
+
+    def _close_keys(self, incarnation: Incarnation) -> None:
+        """Of a peer. On a provider where that stops nothing, only time makes the pages safe."""
         messenger = self._replica.messenger
         messenger.revoke(incarnation)
         if not messenger.fences:
@@ -175,7 +223,6 @@ class Handoffs:
                 handoff = record.handoff
                 if handoff is not None and handoff.incarnation == incarnation and not handoff.shut_out:
                     self._wait_for_late_writes(record, handoff)
-        self._replica.poll()
 
     def _wait_for_late_writes(self, record: DecodeRequest, handoff: Handoff) -> None:
         """In the place of its lease: nobody is left to be asked or fenced."""
@@ -220,11 +267,20 @@ class Handoffs:
                     self._over(record, f"{handoff.prefiller} rejected it: {message.reason}")
                 self._replica.messenger.rejected(record.id, handoff.immediate)
             case wire.PrefillStopped():
-                if record.machine.state in _IN_FLIGHT:
-                    self._over(record, f"{handoff.prefiller} stopped: {message.reason}")
-                self._replica.messenger.stopped(record.id, handoff.immediate, message.num_pieces)
+                self._prefill_stopped(record, handoff, message)
         self._replica.poll()
         return True
+
+    def _prefill_stopped(self, record: DecodeRequest, handoff: Handoff, message: wire.PrefillStopped) -> None:
+        if handoff.stopped:
+            return
+        handoff.stopped = True
+        if record.machine.state in _IN_FLIGHT:
+            self._over(record, f"{handoff.prefiller} stopped: {message.reason}")
+        drains = record.machine.state is DecodeState.DRAINING and not handoff.shut_out
+        self._replica.messenger.stopped(record.id, handoff.immediate, message.num_pieces)
+        if message.failed and drains:
+            self._writes_lost(handoff, message.reason)
 
     def _prefill_ended(self, record: DecodeRequest, message: wire.PrefillEnded) -> None:
         if not record.machine.allows(e.PrefillDone):
@@ -294,6 +350,7 @@ class Handoffs:
     def _discard(self, record: DecodeRequest) -> None:
         """All pieces are in place and none is wanted: nothing more can come."""
         self._replica.messenger.forget(record.id)
+        self._control.metrics.handoffs.labels("drained").inc()
         self._side.feed(record, e.Drained("all pieces counted, and not used"))
 
     def _arrived(self, record: DecodeRequest, event: transfer.Arrived) -> None:
@@ -308,6 +365,8 @@ class Handoffs:
         metrics.handoff_bytes.labels("in").inc(event.num_bytes)
         if moved.prefill_done_s is not None:
             metrics.ready_after_prefill.observe(self._control.clock.now_s() - moved.prefill_done_s)
+        if record.handoff is not None:
+            self._control.peers.paths.worked(self._replica.name, record.handoff.prefiller)
         self.end(record)
         self._replica.messenger.forget(record.id)
         self._side.feed(record, e.Arrived(f"{event.num_pieces} pieces, {event.num_bytes} bytes"))

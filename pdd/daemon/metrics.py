@@ -55,6 +55,9 @@ class Metrics:
         self.handoff_pieces = counter(
             "handoff_pieces", "Pieces by direction: pages of one layer, between equal shapes", ("direction",)
         )
+        self.prefillers_left_out = counter(
+            "prefillers_left_out", "Times that a prefiller was not asked because its pages had not arrived lately"
+        )
         self.stray_writes = counter("stray_writes", "Pieces that arrived for no open handoff")
         self.stale_messages = counter("stale_messages", "Control messages for handoffs that were over", ("message",))
         self.preemptions = counter("preemptions", "Sequences that lost their pages to an older one")

@@ -75,6 +75,7 @@ class Node:
             incarnation=incarnation,
             send=self.send,
             fence=self._fence,
+            pair=lambda node: self._pair(self.peers.known(node)),
         )
         self.peers.up(name, incarnation)  # a node is its own peer: what is here is asked like what is there
 

@@ -11,6 +11,7 @@ import msgspec
 
 from pdd.base.ids import Incarnation, NodeName, ReplicaName
 from pdd.daemon.balance import Candidate
+from pdd.daemon.paths import Paths
 from pdd.wire.messages import Announce, Load, ReplicaInfo, ReplicaLoad
 
 
@@ -28,11 +29,13 @@ class PeerBook:
 
     def __init__(self) -> None:
         self._peers: dict[NodeName, Peer] = {}
+        self.paths = Paths()
         self.seen_roles: set[str] = set()
         """Roles that some fitting peer has had since the start."""
 
     def up(self, node: NodeName, incarnation: Incarnation) -> None:
         self._peers[node] = Peer(node, incarnation)
+        self.paths.forget(node, incarnation)
 
     def down(self, node: NodeName) -> None:
         self._peers.pop(node, None)

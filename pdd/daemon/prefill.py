@@ -183,6 +183,7 @@ class PrefillSide(Side[PrefillJob]):
             immediate=job.ticket.immediates[0],
             num_pieces=job.num_posted,
             reason=job.machine.story[-1].reason,
+            failed=job.writes_failed,
         )
         self.control.send(job.node, stopped)  # when the link is down, the decoder has fenced us
 
@@ -245,7 +246,7 @@ class PrefillSide(Side[PrefillJob]):
         if isinstance(event, transfer.Sent):
             self._all_sent(job, event)
         else:
-            job.num_posted = event.num_pieces
+            job.num_posted, job.writes_failed = event.num_pieces, event.failed
             self.feed(job, e.Stopped(f"{sum(event.num_pieces)} pieces posted: {event.reason}"))
 
     def _all_sent(self, job: PrefillJob, event: transfer.Sent) -> None:

@@ -19,9 +19,14 @@ def readiness(node: Node) -> Readiness:
         return Readiness(False, obstacle)
     if not _hands_off(node):
         return Readiness(True, "serving")
-    if node.peers.candidates(_PREFILL_ROLES):
-        return Readiness(True, "serving, prefill and decode apart")
-    return Readiness(True, f"{_without_prefiller(node)}: prompts are prefilled on the decoder")
+    prefillers = {it.name for it in node.peers.candidates(_PREFILL_ROLES)}
+    if not prefillers:
+        return Readiness(True, f"{_without_prefiller(node)}: prompts are prefilled on the decoder")
+    broken = {theirs: reason for theirs, reason in node.peers.paths.broken() if theirs in prefillers}
+    why = "; ".join(broken.values())
+    if broken.keys() == prefillers:
+        return Readiness(True, f"{why}; prompts are prefilled on the decoder")
+    return Readiness(True, f"serving, prefill and decode apart{f', but {why}' if why else ''}")
 
 
 def standstill(node: Node) -> str | None:

@@ -75,6 +75,8 @@ class Handoff(msgspec.Struct):
     accepted: bool = False
     ended: bool = False
     """What the prefiller has said: it needs to say it once."""
+    stopped: bool = False
+    """The prefiller has confirmed the end, and how many pieces it had posted."""
     shut_out: bool = False
     """The prefiller's key is closed, yet its late writes may come: only time ends the drain."""
     plan: DigestPlan | None = None
@@ -119,6 +121,8 @@ class PrefillJob(Record):
         """Its pages are being read for the target, which wants to verify them."""
         self.num_posted = (0,) * len(ticket.immediates)
         """Pieces that were posted to each target port, once the writes have ended."""
+        self.writes_failed = False
+        """Some of them may never arrive."""
         self.compute_s = 0.0
         """Of the steps that it took part in, perhaps with others."""
         self.lease: asyncio.TimerHandle | None = None

@@ -159,6 +159,8 @@ def _peers(node: Node) -> tuple[admin.PeerRow, ...]:
     for row in node.links.rows():
         peer = next((it for it in node.peers if it.node == row.node), None)
         refused = "; ".join(f"{name}: {why}" for name, why in peer.refused.items()) if peer else ""
+        broken = [reason for theirs, reason in node.peers.paths.broken() if theirs.startswith(f"{row.node}/")]
+        refused = "; ".join([refused, *broken] if refused else broken)
         way = ", ".join(_ways(node, peer.incarnation)) if peer else ""
         rows.append(msgspec.structs.replace(row, reason=refused or row.reason, way=way))
     return tuple(rows)

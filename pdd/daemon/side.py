@@ -40,6 +40,8 @@ class Control(msgspec.Struct, frozen=True):
     """False when the link to that node is not up."""
     fence: Callable[[NodeName, str], None]
     """Cuts the link to a peer that does not answer: its memory keys are closed and it must say hello again."""
+    pair: Callable[[NodeName], None]
+    """Grants a peer anew whose memory keys were closed over a living link."""
 
 
 R = TypeVar("R", bound=Record)

@@ -278,6 +278,10 @@ class LoopbackPort:
         count.arrived += 1
         self._check_reached(count)
 
+    def fail_writes(self, error: int) -> None:
+        """Ends those of which something was posted; what has not completed locally will not arrive."""
+        self._abandon_all([write for write in self._writes.values() if write.in_flight], error)
+
     def fail(self, error: int) -> None:
         """The endpoint breaks for good."""
         self._failed = error

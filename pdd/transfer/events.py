@@ -27,6 +27,8 @@ class Stopped(msgspec.Struct, frozen=True, kw_only=True):
     num_pieces: tuple[int, ...]
     """For each target port the pieces that were posted, which it may still have to count."""
     reason: str
+    failed: bool = False
+    """A write failed: of what was posted some may never arrive, and nobody here knows what."""
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True):

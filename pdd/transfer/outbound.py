@@ -99,7 +99,11 @@ class Outbound:
         stopped = [it for it in self.ends.values() if isinstance(it, Stopped)]
         if stopped:
             return Stopped(
-                request=self.request, immediate=self.immediate, num_pieces=num_pieces, reason=stopped[0].reason
+                request=self.request,
+                immediate=self.immediate,
+                num_pieces=num_pieces,
+                reason=stopped[0].reason,
+                failed=any(it.failed for it in stopped),
             )
         num_bytes = sum(it.num_bytes for it in self.ends.values() if isinstance(it, Sent))
         return Sent(request=self.request, immediate=self.immediate, num_pieces=num_pieces, num_bytes=num_bytes)

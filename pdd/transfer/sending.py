@@ -5,6 +5,7 @@ open -> Source -> send -> Write -> (waits while the port is busy) -> port -> Wri
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -114,6 +115,7 @@ class Sending(Half):
             return
         name = source.name_of(event.token)
         source.written(event.token, event.num_pieces, event.num_bytes)
+        source.failed = source.failed or event.error not in (0, errno.ECANCELED)
         if event.error:
             self._stop(source, f"a write to {name} failed: {os.strerror(event.error)}")
         else:

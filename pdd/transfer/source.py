@@ -64,6 +64,8 @@ class Source:
         """Target ranks of the writes that were made and have not ended, those that wait for a free slot of the port
         included."""
         self.stop_reason: str | None = None
+        self.failed = False
+        """The fabric has lost some of what was posted."""
         self.complete = False
         """Nothing more will be given to `write`."""
         self._immediate = immediates[0]
@@ -118,7 +120,13 @@ class Source:
             return None
         pieces = tuple(self._num_pieces)
         if self.stop_reason is not None:
-            return Stopped(request=self.request, immediate=self._immediate, num_pieces=pieces, reason=self.stop_reason)
+            return Stopped(
+                request=self.request,
+                immediate=self._immediate,
+                num_pieces=pieces,
+                reason=self.stop_reason,
+                failed=self.failed,
+            )
         if not self.complete:
             return None
         return Sent(request=self.request, immediate=self._immediate, num_pieces=pieces, num_bytes=self._num_bytes)

@@ -192,6 +192,8 @@ class PrefillStopped(Message, frozen=True):
     num_pieces: tuple[int, ...]
     """For each target rank, from all source ranks together."""
     reason: str
+    failed: bool = False
+    """Writes failed: some of the pieces may never arrive. The target need not wait for them: it closes its keys."""
 
 
 HandoffMessage = PrefillAccepted | PrefillRejected | PrefillEnded | PrefillDigests | PrefillStopped

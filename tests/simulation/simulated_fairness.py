@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdd.base.ids import RequestId
+from pdd.base.ids import SequenceId
 from pdd.daemon.replica_set import ReplicaSet
 from pdd.engine.plan import StepPlan
 
@@ -25,7 +25,8 @@ class Fairness:
         self._max_sequences = max_sequences
         page_tokens = one.layout.page_tokens
         self._turn_tokens = max(page_tokens, chunk_tokens // 2 // page_tokens * page_tokens)
-        self._waits: dict[RequestId, _Wait] = {}
+        self._waits: dict[SequenceId, _Wait] = {}
+        """Not by request: the next handoff of a request whose writes failed is a sequence of its own."""
 
     def planned(self, plan: StepPlan) -> Iterator[str]:
         """A sentence for each prompt that has waited too long."""
@@ -38,11 +39,11 @@ class Fairness:
         for sequence in scheduler._running():
             if sequence.decoding or not sequence.num_remaining:
                 continue
-            wait = waits.get(sequence.request)
+            wait = waits.get(sequence.id)
             if wait is None or sequence.request in plan.started:
                 num_turns = -(-sequence.num_remaining // self._turn_tokens) + 1
                 wait = _Wait(self._max_sequences * num_turns)
-            self._waits[sequence.request] = wait
+            self._waits[sequence.id] = wait
             wait.num_steps += 1
             wait.num_left_out = 0 if sequence.request in plan.requests else wait.num_left_out + 1
             if wait.num_left_out >= self._max_sequences:

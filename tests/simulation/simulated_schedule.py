@@ -32,7 +32,7 @@ from pdd.topology.model import Model as ModelConfig
 
 LEASE_S = 10.0
 MAX_ACTIONS = 2_000
-_LIGHT = ("leave", "stop", "operator", "timer", "cut", "hold")
+_LIGHT = ("leave", "stop", "operator", "timer", "cut", "hold", "lose")
 _GRAVE = ("drop", "kill", "executors", "give", "break", "drain")
 """Faults after which little is left that could go wrong."""
 
@@ -240,6 +240,7 @@ class RandomRun:
             "hold": partial(self._each_port, "hold", self.cluster.fabric.hold),
             "release": partial(self._each_port, "release", self.cluster.fabric.let_go),
             "break": partial(self._each, "break", self._break),
+            "lose": partial(self._each_port, "lose", lambda port: self.cluster.fabric.fail_writes(port, 110)),
             "drop": self._drop,
             "drain": partial(self._each, "drain", partial(self._drain, draining=True)),
             "resume": partial(self._each, "resume", partial(self._drain, draining=False)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from simulated_schedule import Shape, replica, topology
 
 from pdd.base.errors import RemoteProtocolError
 from pdd.base.ids import Immediate, NodeName, ReplicaName, RequestId
+from pdd.daemon.readiness import readiness
 from pdd.lifecycle.request import GenerateRequest, SamplingParams
 from pdd.topology.model import Handoff, OnHandoffFailure, Role, Verify
 from pdd.wire import messages as wire
@@ -414,6 +416,95 @@ def test_without_a_fence_a_failed_replica_goes_down_all_the_same(start: Start) -
     cluster.step("decode0: timer shut out", cluster.timers())
     cluster.pass_time("decode0", "_expire")
     assert answer(cluster) in {"replica_failed", "finished"}
+
+
+# A fabric that loses what it carries, while the links live.
+
+
+def lose_writes(cluster: Cluster) -> None:
+    """Some pieces of what the prefiller sends now arrive, the others never will."""
+    (port,) = cluster.daemons[PREFILL].ports
+    while not port.outbox:
+        cluster.step("prefill0: compute")
+        cluster.call("prefill0", lambda _: cluster.fabric.step())
+    cluster.call("prefill0", lambda _: cluster.fabric.fail_writes(port, errno.ETIMEDOUT))
+
+
+def lose(cluster: Cluster, request: str) -> None:
+    """The writes of a request's only handoff get lost."""
+    cluster.submit("decode0", [len(request), *map(ord, request), *PROMPT], request)
+    cluster.settle("prefill0: compute", "fabric")
+    lose_writes(cluster)
+    cluster.settle()
+
+
+@pytest.mark.parametrize("fences", [True, False])
+def test_writes_that_fail_are_fenced_over_the_living_link(start: Start, fences: bool) -> None:
+    """Nothing waits for a lease where keys fence, the link stays, and the new keys work."""
+    cluster = start(Shape(chunk_tokens=32, prefix_cache=False), retries=0, fences=fences)
+    link = cluster.daemons[DECODE].links.up[PREFILL]
+    client = cluster.submit("decode0", PROMPT, "r")
+    other = cluster.submit("decode0", [1, *PROMPT], "s")
+    cluster.settle("prefill0: compute", "fabric")
+    lose_writes(cluster)
+    cluster.settle()
+    if not fences:
+        assert client.end is None
+        cluster.pass_time("decode0", "_expire")
+        cluster.settle()
+    while other.end is None:  # if it was under way, its time of late writes is the same
+        cluster.pass_time("decode0", "_expire")
+        cluster.settle()
+    assert (client.end, other.end) == ("finished", "finished")
+    assert cluster.daemons[DECODE].links.up[PREFILL] is link
+    assert any("writes of prefill0/0 failed" in reason for reason in story(cluster, "decode0", "r"))
+    cluster.submit("decode0", [2, *PROMPT], "t")
+    assert answer(cluster, "t") == "finished"
+    assert cluster.states("prefill0", "t")[-1] == "sent"
+
+
+def test_a_handoff_whose_writes_failed_is_tried_again(start: Start) -> None:
+    cluster = start(Shape(chunk_tokens=32, prefix_cache=False), retries=1)
+    cluster.submit("decode0", PROMPT, "r")
+    cluster.settle("prefill0: compute", "fabric")
+    lose_writes(cluster)
+    assert answer(cluster) == "finished"
+    assert len(cluster.tickets) == 2
+    assert cluster.states("prefill0", "r")[-1] == "sent"
+
+
+def test_a_prefiller_whose_pages_do_not_arrive_is_left_out_for_a_while(start: Start) -> None:
+    cluster = start(Shape(chunk_tokens=32, prefix_cache=False), retries=0)
+    node = cluster.daemons[DECODE].node
+    lose(cluster, "a")
+    assert readiness(node).reason == "serving, prefill and decode apart", "once is no rule"
+    lose(cluster, "b")
+    assert readiness(node).reason.startswith("pages do not arrive from prefill0/0 in decode0/0: writes of prefill0/0 failed")
+    assert "prompts are prefilled on the decoder" in readiness(node).reason
+    cluster.submit("decode0", PROMPT, "here")
+    cluster.settle()
+    assert len(cluster.tickets) == 2
+    assert any("pages do not arrive" in reason for reason in story(cluster, "decode0", "here"))
+    cluster.daemons[DECODE].loop._now_s += 1.0
+    lose(cluster, "c")
+    cluster.daemons[DECODE].loop._now_s += 1.0
+    cluster.submit("decode0", [1, *PROMPT], "here, too")
+    cluster.settle()
+    assert len(cluster.tickets) == 3, "the pause is longer now"
+    cluster.daemons[DECODE].loop._now_s += 1.0
+    cluster.submit("decode0", [2, *PROMPT], "probe")
+    cluster.submit("decode0", [3, *PROMPT], "beside")
+    assert answer(cluster, "probe") == "finished"
+    assert len(cluster.tickets) == 4, "one request finds out"
+    assert readiness(node).reason == "serving, prefill and decode apart"
+
+
+def test_where_prompts_may_not_be_recomputed_the_only_prefiller_is_asked_all_the_same(start: Start) -> None:
+    cluster = start(Shape(chunk_tokens=32, prefix_cache=False), retries=0, on_failure=OnHandoffFailure.ERROR)
+    lose(cluster, "a")
+    lose(cluster, "b")
+    cluster.submit("decode0", PROMPT, "r")
+    assert answer(cluster) == "finished"
 
 
 # Replicas of several sets.

@@ -100,6 +100,7 @@ class World:
             incarnation=HERE,
             send=self.send,
             fence=lambda *_: None,
+            pair=lambda *_: None,
         )
         self.replica = FakeSet(DECODER if role is Role.DECODE else PREFILLER, role)
 
