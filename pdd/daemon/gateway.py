@@ -18,6 +18,9 @@ class Gateway:
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenOutput, None]:
         return self._node.frontend.generate(request)
 
+    def shown(self, request: RequestId) -> None:
+        self._node.frontend.shown(request)
+
     def stop(self, request: RequestId) -> None:
         self._node.frontend.stop(request)
 

@@ -1,4 +1,4 @@
-"""Prefillers whose pages do not arrive although their links live: each is left out for a while, the longer the more often.
+"""Prefillers whose pages do not arrive although their links live: they are left out, the longer the more often.
 
 A handoff whose writes fail costs its request seconds. After two in a row nobody asks that prefiller for 1 s, 2 s, ...
 30 s; then one request finds out whether pages arrive again.

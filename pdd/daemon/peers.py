@@ -5,11 +5,11 @@ A peer is an incarnation: when a node comes back, nothing of its earlier life is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from pdd.base.ids import Incarnation, NodeName, ReplicaName
+from pdd.base.ids import Incarnation, NodeName, ReplicaName, RequestId
 from pdd.daemon.balance import Candidate
 from pdd.daemon.paths import Paths
 from pdd.wire.messages import Announce, Load, ReplicaInfo, ReplicaLoad
@@ -20,6 +20,8 @@ class Peer(msgspec.Struct):
     incarnation: Incarnation
     replicas: dict[ReplicaName, ReplicaInfo] = {}
     loads: dict[ReplicaName, ReplicaLoad] = {}
+    sent: dict[ReplicaName, dict[RequestId, int]] = {}
+    """What we have asked of them since the latest load came, which does not tell of it: requests and their tokens."""
     refused: dict[ReplicaName, str] = {}
     """Replicas that do not fit ours, and why."""
 
@@ -48,7 +50,19 @@ class PeerBook:
         return peer
 
     def load(self, node: NodeName, message: Load) -> None:
-        self._peers[node].loads = {load.name: load for load in message.replicas}
+        peer = self._peers[node]
+        peer.loads = {load.name: load for load in message.replicas}
+        peer.sent = {}
+
+    def sent(self, replica: ReplicaName, request: RequestId, num_tokens: int) -> None:
+        """A replica was asked to decode it."""
+        if peer := self.owner(replica):
+            peer.sent.setdefault(replica, {})[request] = num_tokens
+
+    def unsent(self, replica: ReplicaName, request: RequestId) -> None:
+        """It has ended there."""
+        if peer := self.owner(replica):
+            peer.sent.get(replica, {}).pop(request, None)
 
     def known(self, node: NodeName) -> Peer:
         """One whose link is up: whoever sends us messages is."""
@@ -67,7 +81,7 @@ class PeerBook:
     def candidates(self, roles: frozenset[str]) -> list[Candidate]:
         """Replicas of these roles that are up, fit and are ready for work."""
         return [
-            _candidate(info, peer.loads.get(info.name))
+            _candidate(info, peer.loads.get(info.name), peer.sent.get(info.name, {}))
             for peer in self._peers.values()
             for info in peer.replicas.values()
             if info.role in roles and info.name not in peer.refused and _ready(peer.loads.get(info.name))
@@ -78,13 +92,15 @@ def _ready(load: ReplicaLoad | None) -> bool:
     return load is None or load.ready  # announced, but the first heartbeat is still to come
 
 
-def _candidate(info: ReplicaInfo, load: ReplicaLoad | None) -> Candidate:
+def _candidate(info: ReplicaInfo, load: ReplicaLoad | None, sent: Mapping[RequestId, int]) -> Candidate:
+    layout = info.shape.layout
+    num_sent_pages = sum(map(layout.num_pages_for, sent.values()))
     return Candidate(
         name=info.name,
-        num_tokens=info.shape.layout.num_pages * info.shape.layout.page_tokens,
-        page_tokens=info.shape.layout.page_tokens,
-        free_pages=load.free_pages if load else info.shape.layout.num_pages,
-        num_queued=load.num_queued if load else 0,
+        num_tokens=layout.num_pages * layout.page_tokens,
+        page_tokens=layout.page_tokens,
+        free_pages=max((load.free_pages if load else layout.num_pages) - num_sent_pages, 0),
+        num_queued=(load.num_queued if load else 0) + len(sent),
         num_running=load.num_running if load else 0,
         queued_tokens=load.queued_tokens if load else 0,
         max_sequences=info.max_sequences,

@@ -53,7 +53,7 @@ class LoopbackFabric:
         self._num_to_duplicate += num_pieces
 
     def fail_writes(self, port: LoopbackPort, error: int) -> None:
-        """The port's paths break: what has not completed is lost, and its writes end with the error. Later ones work."""
+        """The port's paths break: what has not completed is lost, its writes end with the error. Later ones work."""
         port.fail_writes(error)
 
     def fail(self, port: LoopbackPort, error: int) -> None:

@@ -19,7 +19,10 @@ class Answer:
         self._plan = plan
         self._model_name = model.name
         self._created_s = created_s
-        self._choices = [Choice(model.text.vocabulary, plan.text) for _ in range(plan.num_sequences)]
+        self._choices = [self._new_choice(model) for _ in range(plan.num_sequences)]
+
+    def _new_choice(self, model: ServedModel) -> Choice:
+        return Choice(model.text.vocabulary, self._plan.text)
 
     def push(self, index: int, output: TokenOutput) -> Piece:
         return self._choices[index].push(output)
@@ -61,11 +64,15 @@ class WholeAnswer(Answer):
 
     def __init__(self, plan: Plan, model: ServedModel, created_s: int) -> None:
         super().__init__(plan, model, created_s)
+        self._model = model
         self._texts: list[list[str]] = [[] for _ in self._choices]
         self._positions: list[list[Position]] = [[] for _ in self._choices]
         self._reasons: list[FinishReason | None] = [None for _ in self._choices]
 
     def add(self, index: int, output: TokenOutput) -> None:
+        if output.anew:
+            self._choices[index] = self._new_choice(self._model)
+            self._texts[index], self._positions[index], self._reasons[index] = [], [], None
         piece = self.push(index, output)
         self._texts[index].append(piece.text)
         self._positions[index].extend(piece.positions)

@@ -12,7 +12,12 @@ from pdd.lifecycle.request import GenerateRequest, Readiness, TokenOutput
 class Generator(Protocol):
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenOutput, None]:
         """Yields outputs until one is `last`. Raises PddError (QueueFull, NoPath, ...) before the first output
-        when the request cannot be taken. Closing the generator early cancels the request."""
+        when the request cannot be taken. Closing the generator early cancels the request. An output that is `anew`
+        begins the answer anew: the replica was lost, and nothing had been `shown`."""
+        ...
+
+    def shown(self, request: RequestId) -> None:
+        """The client has got some of what was yielded so far: from now on the answer cannot begin anew."""
         ...
 
     def stop(self, request: RequestId) -> None:

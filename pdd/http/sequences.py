@@ -60,6 +60,10 @@ class Sequences:
         finally:
             await self._close()
 
+    def shown(self, index: int) -> None:
+        """The client has got some of the sequence."""
+        self._generator.shown(self._requests[index].id)
+
     def stop(self, index: int) -> None:
         """A stop string was found: the sequence ends here, with success."""
         self._stopped.add(index)

@@ -174,6 +174,7 @@ class HttpServer:
         try:
             while item is not None:
                 index, output = item
+                sequences.shown(index)
                 chunks = answer.chunks(index, output)
                 if answer.stopped(index) and not output.last:
                     sequences.stop(index)

@@ -107,6 +107,9 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     stop_token: int | None = None
     """The stop token that ended the request; it is also the last of `tokens`."""
     error: ErrorInfo | None = None
+    anew: bool = False
+    """From a frontend only: the request was moved to another replica, and what came before this never was. Comes only
+    before the consumer has said that it has shown something."""
 
     @property
     def last(self) -> bool:

@@ -104,6 +104,7 @@ class Cluster(Observer):
         max_tokens: int = 3,
         stop_token_ids: tuple[int, ...] = (),
         timeout_s: float = 10 * NEVER_S,
+        streams: bool = True,
     ) -> Client:
         generate = GenerateRequest(
             id=RequestId(request),
@@ -112,7 +113,8 @@ class Cluster(Observer):
             timeout_s=timeout_s,
         )
         daemon = self.daemons[NodeName(node)]
-        self.do(Action(f"{node}: submit {request}", lambda: self.clients.append(daemon.submit(generate)), daemon))
+        submit = partial(daemon.submit, generate, streams=streams)
+        self.do(Action(f"{node}: submit {request}", lambda: self.clients.append(submit()), daemon))
         return self.clients[-1]
 
     # What can happen next, by itself.

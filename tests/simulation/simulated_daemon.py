@@ -50,10 +50,12 @@ class WatchedNode(Node):
 class Client:
     """Someone who reads an answer over HTTP, as far as the gateway goes."""
 
-    def __init__(self, daemon: Daemon, request: GenerateRequest) -> None:
+    def __init__(self, daemon: Daemon, request: GenerateRequest, *, streams: bool = True) -> None:
         self.request = request
         self.daemon = daemon
         self.tokens: list[int] = []
+        self.streams = streams
+        """It sees tokens as they come; else it gets them all at the end."""
         self.end: str | None = None
         """finished | cancelled | stopped | gone | the code of an error."""
         self._stream = daemon.node.frontend.generate(request)
@@ -80,7 +82,13 @@ class Client:
                     self.end = error.code
 
     def _take(self, output: TokenOutput) -> None:
+        if output.anew:
+            if self.streams:
+                self.daemon.node.observer.complain(f"{self.request.id} begins anew after it was shown")
+            self.tokens.clear()
         self.tokens += output.tokens
+        if self.streams:
+            self.daemon.node.frontend.shown(self.request.id)
         if output.last:
             self.end = output.error.code if output.error is not None else "finished"
             if output.error is not None:
@@ -148,8 +156,8 @@ class Daemon:
                 self.bring_up(replica)
             self.node.starting = False
 
-    def submit(self, request: GenerateRequest) -> Client:
-        self.clients.append(Client(self, request))
+    def submit(self, request: GenerateRequest, *, streams: bool = True) -> Client:
+        self.clients.append(Client(self, request, streams=streams))
         return self.clients[-1]
 
     def beat(self) -> None:

@@ -221,8 +221,9 @@ class RandomRun:
         self._num_submitted += 1
         request = f"r{self._num_submitted}"
         self.cluster.submit(
-            self._front, prompt, request, max_tokens=max_tokens, stop_token_ids=stops, timeout_s=timeout_s
-        )
+            self._front, prompt, request, max_tokens=max_tokens, stop_token_ids=stops, timeout_s=timeout_s,
+            streams=self._num_submitted % 2 == 0,
+        )  # fmt: skip
 
     # Faults.
 

@@ -479,7 +479,7 @@ def test_a_prefiller_whose_pages_do_not_arrive_is_left_out_for_a_while(start: St
     lose(cluster, "a")
     assert readiness(node).reason == "serving, prefill and decode apart", "once is no rule"
     lose(cluster, "b")
-    assert readiness(node).reason.startswith("pages do not arrive from prefill0/0 in decode0/0: writes of prefill0/0 failed")
+    assert "pages do not arrive from prefill0/0 in decode0/0: writes of" in readiness(node).reason
     assert "prompts are prefilled on the decoder" in readiness(node).reason
     cluster.submit("decode0", PROMPT, "here")
     cluster.settle()

@@ -1,9 +1,10 @@
-"""Requests whose decode replica is lost: those that have streamed nothing are asked of another one."""
+"""Requests whose decode replica is lost or full: those of which clients have nothing are asked of another one."""
 
 from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from pdd.base.errors import DeadlineExceeded, NoPath, PddError, QueueFull, ReplicaFailed
@@ -156,22 +157,103 @@ async def test_without_another_replica_the_error_stands() -> None:
     assert output.error.code == "replica_failed"
 
 
-@pytest.mark.parametrize("error", [QueueFull("busy", 1.0), DeadlineExceeded("late")])
-async def test_an_answer_of_a_healthy_replica_stands(error: PddError) -> None:
+async def test_an_answer_of_a_healthy_replica_stands() -> None:
     cluster = Cluster(2)
-    output = await first_output(cluster, error)
+    output = await first_output(cluster, DeadlineExceeded("late"))
     assert output.error is not None
-    assert output.error.code == error.code
+    assert output.error.code == DeadlineExceeded.code
     assert len(cluster.sent) == 1
 
 
-async def test_once_a_token_was_streamed_there_is_no_way_back() -> None:
+async def test_a_full_replica_is_not_the_only_one() -> None:
+    cluster = Cluster(2, retries=0)
+    output = await first_output(cluster, QueueFull("busy", 1.0))
+    assert output.tokens == (5,)
+    assert cluster.moved(QueueFull.code) == 1
+
+
+async def test_when_all_are_full_the_client_is_sent_away() -> None:
+    cluster = Cluster(8)
+    output = await first_output(cluster, *(QueueFull(f"busy {number}", 1.0) for number in range(8)))
+    assert output.error is not None
+    assert (output.error.code, output.error.retry_after_s) == ("queue_full", 1.0)
+    assert len({node for node, message in cluster.sent if isinstance(message, wire.Submit)}) == 4, "a few are asked"
+
+
+async def test_what_was_sent_counts_until_the_next_load_tells_of_it() -> None:
+    """Prompts with the same beginning would meet at one replica, had it no work."""
+    cluster = Cluster(2)
+    streams = [cluster.frontend.generate(msgspec.structs.replace(REQUEST, id=RequestId(f"r{it}"))) for it in range(8)]
+    reading = [asyncio.ensure_future(anext(stream)) for stream in streams]
+    await asyncio.sleep(0)
+    assert sorted(node for node, _ in cluster.sent) == ["d0"] * 4 + ["d1"] * 4
+    for task in reading:
+        task.cancel()
+    await asyncio.gather(*reading, return_exceptions=True)
+    assert [it.num_queued for it in cluster.peers.candidates(frozenset({"decode"}))] == [0, 0], "they have ended"
+
+
+async def test_a_load_takes_the_place_of_what_was_counted() -> None:
+    cluster = Cluster(1)
+    stream = cluster.frontend.generate(REQUEST)
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    decoders = frozenset({"decode"})
+    [counted] = cluster.peers.candidates(decoders)
+    assert (counted.num_queued, counted.free_pages) == (1, 63)
+    load = wire.ReplicaLoad(
+        name=counted.name, ready=True, free_pages=60, num_queued=0, num_running=3, queued_tokens=0
+    )  # fmt: skip
+    cluster.peers.load(NodeName("d0"), wire.Load(sequence=1, replicas=(load,)))
+    [told] = cluster.peers.candidates(decoders)
+    assert (told.num_queued, told.num_running, told.free_pages) == (0, 3, 60)
+    cluster.answer(token=5, last=True)
+    await reading
+    await stream.aclose()
+
+
+async def test_what_the_client_has_not_got_begins_anew() -> None:
+    cluster = Cluster(3, retries=2)
+    stream = cluster.frontend.generate(REQUEST)
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    cluster.answer(token=5)
+    first = await reading
+    assert (first.tokens, first.anew) == ((5,), False)
+    reading = asyncio.ensure_future(anext(stream))
+    for error in (ReplicaFailed("dead"), NoPath("draining")):
+        cluster.answer(error=error)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    cluster.answer(token=6)
+    again = await reading
+    assert (again.tokens, again.anew, again.request) == ((6,), True, "r")
+    cluster.answer(token=7, last=True)
+    last = await anext(stream)
+    assert (last.tokens, last.anew) == ((7,), False), "it is told once"
+    assert len({node for node, message in cluster.sent}) == 3
+    await stream.aclose()
+
+
+async def test_a_replica_cannot_make_an_answer_begin_anew() -> None:
+    cluster = Cluster(1)
+    stream = cluster.frontend.generate(REQUEST)
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    node, submit = cluster.asked()
+    cluster.frontend.output(node, TokenOutput(request=submit.request.id, tokens=(5,), anew=True))
+    assert not (await reading).anew
+    await stream.aclose()
+
+
+async def test_once_something_was_shown_there_is_no_way_back() -> None:
     cluster = Cluster(2)
     stream = cluster.frontend.generate(REQUEST)
     reading = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     cluster.answer(token=5)
     assert (await reading).tokens == (5,)
+    cluster.frontend.shown(REQUEST.id)
     cluster.answer(error=ReplicaFailed("dead"))
     output = await anext(stream)
     assert output.error is not None

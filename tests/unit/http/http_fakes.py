@@ -120,6 +120,8 @@ class FakeGenerator:
         self.script = script
         self.requests: list[GenerateRequest] = []
         self.stopped: list[RequestId] = []
+        self.shown_at: dict[RequestId, int] = {}
+        """How many outputs had been yielded when the first bytes of a sequence were to go out."""
         self.num_yielded = 0
         self.closed: dict[RequestId, bool] = {}
         """Ended requests: whether they were closed before their last output."""
@@ -145,6 +147,9 @@ class FakeGenerator:
         finally:
             self.closed[request.id] = early
             self.any_closed.set()
+
+    def shown(self, request: RequestId) -> None:
+        self.shown_at.setdefault(request, self.num_yielded)
 
     def stop(self, request: RequestId) -> None:
         self.stopped.append(request)
