@@ -197,6 +197,13 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
     return [(7 * seed + 13 * position + position // 250) % 250 for position in range(num_tokens)]
 
 
+async def text_of(cluster: Cluster, ids: list[int], max_tokens: int) -> str:
+    """The whole answer of a completion that must succeed."""
+    answer = await cluster.complete(ids, max_tokens=max_tokens, ignore_eos=True)
+    text: str = answer["choices"][0]["text"]
+    return text
+
+
 async def state_of(cluster: Cluster, node: str) -> dict[str, str]:
     """State of each request that has not ended, by side."""
     rows = (await cluster.ask(node, "requests"))["requests"]

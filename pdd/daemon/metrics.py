@@ -74,6 +74,10 @@ class Metrics:
             "prefix_cache_tokens", "Prompt tokens looked up in the prefix cache, and found", ("replica", "what")
         )
         self.admin_refused = counter("admin_refused", "Processes of other users that were refused at the admin socket")
+        self.transfer_oddities = gauge(
+            "transfer_oddities", "What messengers have met besides handoffs, since their replica came up",
+            ("replica", "kind"),
+        )  # fmt: skip
         self.link_faults = gauge("link_faults", "Faults of control links since the start", ("kind",))
         self.peers_up = gauge("peers_up", "Control links that are up")
         self.ready = gauge("ready", "1 when the daemon can serve")

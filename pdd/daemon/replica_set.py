@@ -31,6 +31,7 @@ from pdd.memory.shape import KvShape
 from pdd.topology.model import Replica as ReplicaConfig
 from pdd.transfer.events import PortBroken, TransferEvent
 from pdd.transfer.group import MessengerGroup
+from pdd.transfer.half import TransferCounters
 from pdd.wire.admin import NicStatus
 from pdd.wire.messages import RankInfo, ReplicaInfo, ReplicaLoad
 
@@ -245,6 +246,11 @@ class ReplicaSet:
     def copied_bytes(self) -> int:
         """KV that was copied from prefillers of this machine, since the start."""
         return sum(port.statistics()["num_copied_bytes"] for port in self._ports)
+
+    @property
+    def transfer_counters(self) -> TransferCounters:
+        """All zero for those that hand nothing over."""
+        return self._messenger.counters if self._messenger is not None else TransferCounters()
 
     def nics(self) -> tuple[NicStatus, ...]:
         """Of all ranks; empty for those that hand nothing over."""

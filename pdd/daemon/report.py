@@ -79,6 +79,8 @@ def refresh_gauges(node: Node) -> None:
     for kind, number in msgspec.structs.asdict(node.links.counters).items():
         node.metrics.link_faults.labels(kind).set(number)
     for replica in node.replicas.values():
+        for kind, number in msgspec.structs.asdict(replica.transfer_counters).items():
+            node.metrics.transfer_oddities.labels(replica.name, kind).set(number)
         pool = replica.pool
         for use, num_pages in (
             ("free", pool.num_free),

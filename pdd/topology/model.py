@@ -133,7 +133,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_queue: Natural = 256
     """Requests that wait for pages on one replica before new ones get 429."""
     timeout_s: Seconds = 600.0
-    """Deadline of a request that names none."""
+    """Deadline of every request, from its arrival to its last token; a client cannot name another."""
     step_s: Seconds = 30.0
     """A step that takes longer means that its executor is stuck: the replica fails and is started again."""
     answer_s: Seconds = 10.0

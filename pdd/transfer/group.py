@@ -24,7 +24,7 @@ from collections.abc import Collection, Sequence
 
 from pdd.base.errors import BadTicket, InvariantBroken, PddError
 from pdd.base.ids import Immediate, Incarnation, PageId, ReplicaName, RequestId
-from pdd.fabric.port import PeerInfo, ProviderInfo, RegisteredMemory
+from pdd.fabric.port import PeerInfo, RegisteredMemory
 from pdd.memory.shape import KvShape
 from pdd.transfer.events import Arrived, Drained, PortBroken, Sent, Stopped, Stray, TransferEvent
 from pdd.transfer.half import TransferCounters
@@ -64,14 +64,9 @@ class MessengerGroup:
         self._counters = TransferCounters()
 
     @property
-    def infos(self) -> tuple[ProviderInfo, ...]:
-        """Of each rank's port."""
-        return tuple(rank.info for rank in self._ranks)
-
-    @property
     def fences(self) -> bool:
         """True when `revoke` makes a peer's pages safe at once; else each handoff waits for `expire`."""
-        return all(info.fences for info in self.infos)
+        return all(rank.info.fences for rank in self._ranks)
 
     @property
     def counters(self) -> TransferCounters:

@@ -35,6 +35,7 @@ from cluster import (
     prefill_and_decode,
     probe,
     prompt,
+    text_of,
     wait_for_state,
 )
 from expected import Toy
@@ -49,12 +50,6 @@ from pdd.wire import messages as wire
 @pytest.fixture
 def toy(tmp_path: Path) -> Toy:
     return Toy(tmp_path / "cache")
-
-
-async def text_of(cluster: Cluster, ids: list[int], num: int) -> str:
-    answer = await cluster.complete(ids, max_tokens=num, ignore_eos=True)
-    text: str = answer["choices"][0]["text"]
-    return text
 
 
 async def vanish(*clients: asyncio.Task[Any]) -> None:
@@ -333,8 +328,14 @@ async def test_case_06_one_of_several_transfers_fails(
 
 
 async def test_case_07_a_cancel_storm_wedges_the_prefiller(make_cluster: MakeCluster) -> None:
-    """Many long prompts at once, all of whose clients vanish mid-way, twice: a probe is served right after."""
+    """Many long prompts at once, all of whose clients vanish mid-way, twice: `/ready` says so all the time, and a probe
+    is served right after."""
     async with make_cluster(prefill_and_decode(), handoff=HANDOFF_ALL) as cluster:
+
+        async def ready() -> bool:
+            async with cluster.session.get(f"{cluster.url}/ready") as response:
+                return response.status == 200
+
         for turn in range(2):
             clients = [
                 asyncio.create_task(cluster.post("/v1/completions", {"prompt": prompt(1500, seed), "max_tokens": 9}))
@@ -345,7 +346,9 @@ async def test_case_07_a_cancel_storm_wedges_the_prefiller(make_cluster: MakeClu
                 return bool(await owned(cluster, "prefill0"))
 
             await eventually(busy, 20.0, lambda: "nothing was ever prefilled")
+            assert await ready()
             await vanish(*clients)
+            assert await ready()
             await probe(cluster)
         await cluster.settled()
 

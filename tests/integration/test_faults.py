@@ -30,6 +30,7 @@ from cluster import (
     probe,
     prompt,
     state_of,
+    text_of,
     wait_for_state,
 )
 
@@ -217,12 +218,6 @@ async def test_a_prefiller_that_stops_is_fenced_and_cannot_write_later(
         counted = await counters(cluster)
         assert counted["handoffs[arrived]"] == 1
         assert "stray_writes" not in counted
-
-
-async def text_of(cluster: Cluster, ids: list[int], max_tokens: int) -> str:
-    answer = await cluster.complete(ids, max_tokens=max_tokens, ignore_eos=True)
-    text: str = answer["choices"][0]["text"]
-    return text
 
 
 async def test_a_killed_decoder_leaves_nothing_on_the_prefiller(make_cluster: MakeCluster, slow_toy: Path) -> None:

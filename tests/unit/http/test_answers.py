@@ -82,6 +82,29 @@ async def test_a_stop_string_across_tokens(serve: Serve, step: int, include: boo
         assert served.generator.stopped == [served.generator.requests[0].id]
 
 
+async def test_an_answer_that_begins_anew_is_whole(serve: Serve) -> None:
+    """Its replica was lost after a part, which is forgotten: text, tokens, a begun stop string, logprobs."""
+
+    def script(request: GenerateRequest) -> list[TokenOutput]:
+        lost = outputs_of(request, served.text.vocabulary.encode("lost \n\nUs"), step=2)[:-1]
+        first, *others = outputs_of(request, served.text.vocabulary.encode("er: found"), step=2)
+        return [*lost, msgspec.structs.replace(first, anew=True), *others]
+
+    served = await serve(script)
+    _, answer = await served.complete(stop="\n\nUser:", max_tokens=50, logprobs=1)
+    [choice] = answer["choices"]
+    num_tokens = len(served.text.vocabulary.encode("er: found"))
+    assert (choice["text"], choice["finish_reason"]) == ("er: found", "stop")
+    assert (answer["usage"]["completion_tokens"], len(choice["logprobs"]["tokens"])) == (num_tokens, num_tokens)
+    assert served.generator.shown_at == {}, "nothing was sent before the end"
+
+
+async def test_a_stream_says_at_once_that_it_was_shown(serve: Serve) -> None:
+    served = await serve(lambda request: outputs_of(request, [300, 301, 302]))
+    await events(served, "/v1/completions", prompt="x", ignore_eos=True)
+    assert served.generator.shown_at == {served.generator.requests[0].id: 1}
+
+
 async def test_a_beginning_of_a_stop_string_comes_out_at_the_end(serve: Serve) -> None:
     served = await serve("a fox!\n\nUs")
     _, answer = await served.complete(stop="\n\nUser:", max_tokens=50)
