@@ -332,7 +332,7 @@ int pdd_do_get_peer(struct pdd_port *port, struct call *call)
         .num_paths = peer->num_paths,
     };
     for (uint32_t i = 0; i < peer->num_paths; i++)
-        call->peer_info->num_open += peer->paths[i].reopen.after_ns <= port->now_ns;
+        call->peer_info->num_open += !peer->paths[i].reopen.pause_ns; /* not: failed since it last worked */
     return 0;
 }
 

@@ -109,7 +109,7 @@ struct pdd_nic_stats {
 struct pdd_peer_info {
     uint32_t copies;    /* 1: its pages are copied; the NICs rest */
     uint32_t num_paths; /* pairs of a NIC of ours and one of the peer's */
-    uint32_t num_open;  /* of those; the others failed and are tried again later */
+    uint32_t num_open;  /* of those; the others failed and have not worked since, though they are tried now and then */
 };
 
 /* Opens a port, or writes into `message` why not and what to do. The process's signal handlers stay as they were. */

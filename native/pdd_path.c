@@ -80,14 +80,16 @@ static bool is_open(struct pdd_port *port, struct path *path)
     return path->endpoint.ep || (path->reopen.after_ns <= port->now_ns && !open_path(port, path));
 }
 
+static bool has_credit(const struct path *path) { return path->num_free && path->bytes_in_flight < PATH_BYTES; }
+
 /* The path with most credit that takes messages now; NULL: none. */
 struct path *pdd_choose_path(struct pdd_port *port, struct peer *peer)
 {
     struct path *best = NULL;
     for (uint32_t i = 0; i < peer->num_paths; i++) {
         struct path *path = &peer->paths[i];
-        if (is_open(port, path) && path->num_free && path->retry_ns <= port->now_ns &&
-            (!best || path->num_free > best->num_free))
+        if (is_open(port, path) && has_credit(path) && path->retry_ns <= port->now_ns &&
+            (!best || path->bytes_in_flight < best->bytes_in_flight))
             best = path;
     }
     return best;
@@ -146,6 +148,8 @@ int pdd_post_message(struct pdd_port *port, struct path *path, struct write *wri
     if (!num_in_flight(path))
         path->progress_ns = port->now_ns;
     message->write = write;
+    message->bytes = batch.bytes;
+    path->bytes_in_flight += batch.bytes;
     path->num_free--;
     port->in_flight++;
     add_stat(&path->nic->num_bytes, batch.bytes);
@@ -164,6 +168,7 @@ void pdd_message_done(struct pdd_port *port, struct message *message, int error)
     if (!error)
         path->reopen = (struct retry){0};
     message->write = NULL;
+    path->bytes_in_flight -= message->bytes;
     port->in_flight--;
     pdd_part_done(port, write, error);
 }

@@ -53,6 +53,7 @@ enum {
     MAX_COUNTS = 2 * NUM_SLOTS, /* reached counts that may wait to be drained */
     MAX_STRAYS = 64,            /* stray events likewise; more are joined or only counted */
     MAX_IN_FLIGHT = 128,        /* messages of one path inside libfabric: bounds what a cancel must wait for */
+    PATH_BYTES = 4 << 20,       /* ... and their bytes: what a slow NIC has been given, a fast one cannot take back */
     JOINED_BYTES = 1 << 19,     /* pieces are joined into one message up to this: over TCP, 1 MiB goes at 0.7 of its speed */
     MIN_FDS = 2 + MAX_WATCHES + 64,
     POSTS_PER_TURN = 16,        /* messages for one peer before the next peer's turn */
@@ -148,6 +149,7 @@ struct message {
     struct fi_context2 context; /* first */
     struct path *path;
     struct write *write; /* NULL: not in flight */
+    uint64_t bytes;
 };
 
 /* What is tried anew later: the longer it fails, the later. */
@@ -167,7 +169,8 @@ struct path {
     fi_addr_t address;
     struct message *messages;
     uint32_t *free_messages; /* stack of indices */
-    uint32_t num_free;       /* its credit */
+    uint32_t num_free;
+    uint64_t bytes_in_flight; /* what is left of PATH_BYTES is its credit */
     uint64_t stalled_since_ns; /* 0: not stalled. libfabric says EAGAIN since then */
     uint64_t retry_ns;         /* ... and is asked again then */
     uint64_t progress_ns;      /* last completion, or first message after a pause */

@@ -56,7 +56,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_paths: int
     """Pairs of a NIC of ours and one of the peer's."""
     num_open: int
-    """Of those; the others have failed and are tried again later."""
+    """Of those; the others have failed and not worked since, though messages try them now and then."""
 
 
 class Piece(msgspec.Struct, frozen=True):
