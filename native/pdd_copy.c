@@ -8,8 +8,6 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-static const uint64_t MAX_SILENCE_NS = 5 * 1000000000ull; /* of a target with jobs in its ring */
-
 /* ---- connection ---- */
 static bool send_message(int socket, const struct copy_message *message, const int *fds, uint32_t num_fds)
 {

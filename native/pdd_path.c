@@ -10,7 +10,6 @@
 
 static const uint64_t YIELD_NS = 200 * 1000;               /* EAGAIN is mostly short: sleeping at once spoils the p99 */
 static const uint64_t MAX_RETRY_NS = 20 * 1000000;         /* ... and for a dead peer it lasts for ever */
-static const uint64_t MAX_SILENCE_NS = 5 * 1000000000ull;  /* of a path with messages under way */
 static const uint64_t CHECK_EVERY_NS = 250 * 1000000;
 
 /* It is opened by the first message: a peer whose pages are copied needs none. */

@@ -59,6 +59,9 @@ enum {
     POSTS_PER_TURN = 16,        /* messages for one peer before the next peer's turn */
 };
 
+/* Of a path with messages under way, of a target with jobs in its ring, of a peer with writes to post. */
+static const uint64_t MAX_SILENCE_NS = 5 * 1000000000ull;
+
 static inline uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 /* ---- intrusive list: a write is on at most one ---- */
@@ -187,7 +190,8 @@ struct peer {
     struct copier *copier; /* NULL: of another machine, or it did not work out */
     struct path *paths;
     uint32_t num_paths;
-    int error; /* of the way that failed last */
+    int error;               /* of the way that failed last */
+    uint64_t stuck_since_ns; /* 0: not stuck. No write could be posted since then, nor has anything come back */
 };
 
 struct memory {
