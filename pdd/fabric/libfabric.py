@@ -189,9 +189,9 @@ class LibfabricPort:
             numbers = f"{len(write.source_pages)} source pages and {len(write.target_pages)} target pages"
             raise FabricError(f"fabric: write {write.token} has {numbers}: they must be as many", errno.EINVAL)
         try:
-            # Three bulk copies and no loop over pages; the library copies once more.
-            source_pages = ffi.from_buffer("uint32_t[]", array("I", write.source_pages))
-            target_pages = ffi.from_buffer("uint32_t[]", array("I", write.target_pages))
+            # No loop over pages, and no copy of those that come as planned; the library makes its own.
+            source_pages = ffi.from_buffer("uint32_t[]", _as_array(write.source_pages))
+            target_pages = ffi.from_buffer("uint32_t[]", _as_array(write.target_pages))
             pieces = ffi.new("struct pdd_piece[]", [_piece_fields(piece) for piece in write.pieces])
             spec = ffi.new("struct pdd_write *", _write_fields(write, source_pages, target_pages, pieces))
         except OverflowError as error:
@@ -214,6 +214,11 @@ class LibfabricPort:
 
     def close(self) -> None:
         lib.pdd_close(self._port)
+
+
+def _as_array(pages: Sequence[int]) -> array[int]:
+    """Raises OverflowError for numbers that do not fit 32 bits."""
+    return pages if isinstance(pages, array) and pages.typecode == "I" else array("I", pages)
 
 
 def _piece_fields(piece: Piece) -> tuple[int, int, int]:
