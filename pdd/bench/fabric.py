@@ -26,6 +26,7 @@ from pdd.bench.contender import COPY, PEERS, Contender, ContenderMissing, Runnin
 from pdd.bench.machine import describe, this_machine
 from pdd.bench.peers.pair import Arena, Line
 from pdd.bench.plot import check_plot, plot
+from pdd.bench.posting import measure_posting
 from pdd.fabric.libfabric import PROVIDERS, LibfabricPort
 from pdd.fabric.port import CountReached, Piece, Token, Write, WriteDone
 from pdd.memory.arena import SharedMemory
@@ -177,6 +178,8 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         runners, left_out = _open(arguments, plan, stack)
         report = measure(runners, left_out, machine, plan, _progress)
+    posting = measure_posting(PROVIDERS[Provider.TCP], plan.num_writes)
+    report = msgspec.structs.replace(report, posting=posting)
     if arguments.plot is not None:
         plot(report, arguments.plot)
     if arguments.json:
@@ -184,4 +187,5 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(describe(machine))
         print(*(beside(report) if arguments.vs else alone(report)), sep="\n")
+        print(posting.text())
     return int(any(each.failure for each in report.entrants))

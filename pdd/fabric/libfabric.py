@@ -18,7 +18,6 @@ import time
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pdd._fabric import ffi, lib
 from pdd.base.errors import FabricBusy, FabricError, FabricUnavailable
@@ -55,6 +54,9 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (where the shm provider keeps its
 MAX_EVENTS = 256
 WRITE = struct.Struct("@8Q7I4x3Q")
 """struct pdd_write."""
+EVENT = struct.Struct("@IiI4x5Q")
+"""struct pdd_event, without the slot."""
+WRITE_DONE, COUNT_REACHED, STRAY = lib.PDD_WRITE_DONE, lib.PDD_COUNT_REACHED, lib.PDD_STRAY
 MEASURED_PAGES = 512
 MEASURED_PAGE_BYTES = 64 * 1024
 MEASURED_PATIENCE_S = 0.15
@@ -120,6 +122,7 @@ class LibfabricPort:
         """Of each NIC."""
         self._port = ffi.gc(port[0], lib.pdd_free)
         self._events = ffi.new("struct pdd_event[]", MAX_EVENTS)
+        self._event_bytes = ffi.buffer(self._events)
         self._handle = ffi.new("uint32_t *")
         self._spec = ffi.new("struct pdd_write *")
         self._spec_bytes = ffi.buffer(self._spec)
@@ -202,9 +205,7 @@ class LibfabricPort:
             raise FabricError(f"fabric: write {write.token}: {error}", errno.EINVAL) from error
         _check(lib.pdd_submit(self._port, self._spec), f"write {write.token}")
 
-    def _pack_write(
-        self, write: Write, source_pages: array[int], target_pages: array[int], pieces: array[int]
-    ) -> None:
+    def _pack_write(self, write: Write, source_pages: array[int], target_pages: array[int], pieces: array[int]) -> None:
         """Fills in `_spec` at once: as a dictionary of fields it would take several times as long. The caller keeps the
         arrays alive."""
         WRITE.pack_into(
@@ -241,7 +242,7 @@ class LibfabricPort:
         number = MAX_EVENTS
         while number == MAX_EVENTS:
             number = lib.pdd_drain(self._port, self._events, MAX_EVENTS)
-            found += [_event(self._events[i]) for i in range(number)]
+            found += [_event(fields) for fields in EVENT.iter_unpack(self._event_bytes[: number * EVENT.size])]
         return found
 
     def close(self) -> None:
@@ -257,15 +258,15 @@ def _piece_fields(piece: Piece) -> tuple[int, int, int]:
     return piece.source_offset_bytes, piece.target_offset_bytes, piece.length_bytes
 
 
-def _event(event: Any) -> Event:
-    if event.kind == lib.PDD_WRITE_DONE:
-        first_s = event.first_ns * NS if event.first_ns else None
-        return WriteDone(Token(event.token), event.error, event.num_pieces, event.num_bytes, first_s)
-    if event.kind == lib.PDD_COUNT_REACHED:
-        return CountReached(Immediate(event.immediate), event.first_ns * NS, event.last_ns * NS)
-    if event.kind == lib.PDD_STRAY:
-        return StrayWrite(Immediate(event.immediate), event.num_pieces)
-    return PortFailed(event.error)
+def _event(fields: tuple[int, ...]) -> Event:
+    kind, error, immediate, token, num_pieces, num_bytes, first_ns, last_ns = fields
+    if kind == COUNT_REACHED:
+        return CountReached(Immediate(immediate), first_ns * NS, last_ns * NS)
+    if kind == WRITE_DONE:
+        return WriteDone(Token(token), error, num_pieces, num_bytes, first_ns * NS if first_ns else None)
+    if kind == STRAY:
+        return StrayWrite(Immediate(immediate), num_pieces)
+    return PortFailed(error)
 
 
 def measure(port: LibfabricPort) -> float | None:

@@ -61,9 +61,9 @@ def test_an_optional_package_moves_every_page_from_another_interpreter(fake_moon
     running = Running(fake_mooncake(), PYTHON, MIB)
     try:
         assert running.version.startswith("Mooncake")
-        assert len(running.seconds(4 * KIB, 256, 2)) == 2
-        assert len(running.seconds(64 * KIB, 16, 1)) == 1
-        assert len(running.seconds(4 * KIB, 1, 5)) == 5
+        assert len(running.turn(4 * KIB, 256, 2)) == 2
+        assert len(running.turn(64 * KIB, 16, 1)) == 1
+        assert len(running.turn(4 * KIB, 1, 5)) == 5
     finally:
         running.close()
 
@@ -72,7 +72,7 @@ def test_a_peer_that_loses_a_page_has_not_moved_them_all(fake_mooncake: FakeMoon
     running = Running(fake_mooncake(lost=1), PYTHON, MIB)
     try:
         with pytest.raises(ContenderFailed, match="1 of 16 pages of 65536 bytes were not there"):
-            running.seconds(64 * KIB, 16, 1)
+            running.turn(64 * KIB, 16, 1)
     finally:
         running.close()
 
@@ -81,9 +81,9 @@ def test_a_source_that_fails_ends_the_contender(fake_mooncake: FakeMooncake) -> 
     running = Running(fake_mooncake(fails=1), PYTHON, MIB)
     try:
         with pytest.raises(ContenderFailed, match="RuntimeError: Mooncake's batch failed"):
-            running.seconds(64 * KIB, 16, 1)
+            running.turn(64 * KIB, 16, 1)
         with pytest.raises(ContenderFailed, match="it has ended"):
-            running.seconds(64 * KIB, 16, 1)
+            running.turn(64 * KIB, 16, 1)
     finally:
         running.close()
 
@@ -112,7 +112,7 @@ def test_both_processes_stand_still_between_turns_and_are_gone_at_the_end() -> N
     source = int(Path(f"/proc/{target}/task/{target}/children").read_text())
     os.waitid(os.P_PID, target, os.WSTOPPED | os.WNOWAIT)
     assert state(target) == "T"
-    assert len(running.seconds(4 * KIB, 16, 1)) == 1
+    assert len(running.turn(4 * KIB, 16, 1)) == 1
     running.close()
     assert not Path(f"/proc/{target}").exists()
     assert not Path(f"/proc/{source}").exists() or state(source) == "Z"
