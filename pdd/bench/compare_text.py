@@ -96,9 +96,8 @@ def _looped(series: Series) -> str:
     """The last figure is the median of the writes' own ratios."""
     if not series.looped_seconds:
         return "-"
-    times = statistics.median(
-        looped / plain for looped, plain in zip(series.looped_seconds, series.seconds, strict=True)
-    )
+    both = zip(series.looped_seconds, series.seconds, strict=True)
+    times = statistics.median(looped / plain for looped, plain in both)
     p50, p99 = statistics.median(series.looped_seconds), percentile(series.looped_seconds, 99)
     return f"{f'{p50 * 1e6:.0f}/{p99 * 1e6:.0f}':>9}  {times:.2f} times as long"
 
