@@ -77,7 +77,11 @@ static bool take_hello(struct pdd_port *port, struct reader *reader, const struc
     reader->bell = fds[1];
     reader->writer_bell = fds[2];
     fds[1] = fds[2] = -1;
-    return !pdd_copying_listen(port->copying, reader->bell, &reader->bell_tag);
+    if (pdd_copying_listen(port->copying, reader->bell, &reader->bell_tag))
+        return false;
+    atomic_store(&reader->ring->accepted, 1);
+    pdd_signal_fd(reader->writer_bell);
+    return true;
 }
 
 static bool take_source(struct reader *reader, const struct copy_message *message, int fd)
