@@ -12,6 +12,8 @@ import ctypes
 import select
 import shutil
 import sys
+from array import array
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -67,7 +69,7 @@ class End:
         line.say(self.memory.address.hex())
         self.peer = self.port.add_peer(bytes.fromhex(line.hear()))
 
-    def spec(self, immediate: Immediate, page_bytes: int, target_pages: tuple[int, ...]) -> Write:
+    def spec(self, immediate: Immediate, page_bytes: int, target_pages: Sequence[int]) -> Write:
         return Write(
             token=Token(immediate),
             peer=self.peer,
@@ -80,8 +82,8 @@ class End:
             target_base=0,
             target_layer_bytes=self.arena_bytes,
             target_page_bytes=page_bytes,
-            source_pages=tuple(range(len(target_pages))),
-            target_pages=target_pages,
+            source_pages=array("I", range(len(target_pages))),
+            target_pages=array("I", target_pages),
             pieces=pieces_of(page_bytes),
         )
 

@@ -31,7 +31,7 @@ class Source(pair.Source):
         self._write: Write | None = None
 
     def prepare(self, job: Round, target_pages: Sequence[int]) -> None:
-        self._write = self._end.spec(_immediate(job), job.page_bytes, tuple(target_pages))
+        self._write = self._end.spec(_immediate(job), job.page_bytes, target_pages)
 
     def write(self) -> None:
         assert self._write is not None
