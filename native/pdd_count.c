@@ -1,6 +1,8 @@
 /* Counting arrivals: what tells a decoder that all of a handoff has been placed. See struct count. */
 #include "pdd_port.h"
 
+#include <sched.h>
+
 #define ARMED (1ull << 63)
 #define REACHED (1ull << 62)
 #define FIELD_MASK 0xffffffull
@@ -141,6 +143,7 @@ void pdd_push_reached(struct pdd_port *port, uint32_t immediate)
         .last_ns = count->last_ns,
     };
     pdd_push_event(port, &event);
+    sched_yield(); /* somebody waits for just this, and is often woken on our own core */
 }
 
 void pdd_count_arrival(struct pdd_port *port, uint32_t data)
