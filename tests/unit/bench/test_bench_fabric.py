@@ -36,8 +36,9 @@ def test_machine_limits_beside_pdd(capsys: pytest.CaptureFixture[str]) -> None:
         assert len(each.looped_seconds) == (4 if each.contender.startswith("pdd") else 0)
         assert all(looped > plain for looped, plain in zip(each.looped_seconds, each.seconds, strict=False))
     assert report.posting is not None
-    assert len(report.posting.write) == len(report.posting.announce) == 4
-    assert all(0 < write < whole for write, whole in zip(report.posting.write, report.posting.announce, strict=True))
+    posting = report.posting
+    assert len(posting.write) == len(posting.write_waking) == len(posting.announce_waking) == 4
+    assert all(0 < part < whole for part, whole in zip(posting.write_waking, posting.announce_waking, strict=True))
     assert not report.left_out
 
 
