@@ -52,6 +52,16 @@ int pdd_copying_listen(struct copying *copying, int fd, struct tag *tag)
     return epoll_ctl(copying->epoll, EPOLL_CTL_ADD, fd, &event) ? -errno : 0;
 }
 
+/* Of eventfds that do not block: another process made it, and we read and write it on the progress thread. */
+bool pdd_copying_is_bell(int fd)
+{
+    static const char expected[] = "anon_inode:[eventfd]";
+    char path[32], name[sizeof expected];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    return readlink(path, name, sizeof name) == sizeof expected - 1 && !memcmp(name, expected, sizeof expected - 1) &&
+           fcntl(fd, F_GETFL) & O_NONBLOCK;
+}
+
 /* A bell is open in two processes: closing it here does not take it out of the epoll set. */
 void pdd_copying_close_fd(struct copying *copying, int *fd)
 {

@@ -21,7 +21,10 @@ static int open_cq(struct endpoint *endpoint)
     struct fi_cq_attr attr = {.size = CQ_SIZE, .format = FI_CQ_FORMAT_DATA, .wait_obj = FI_WAIT_FD};
     if (endpoint->nic->terms.wait_object == FI_WAIT_SET)
         return open_cq_in_wait_set(endpoint);
-    if (fi_cq_open(endpoint->nic->domain, &attr, &endpoint->cq, NULL)) {
+    int rc = fi_cq_open(endpoint->nic->domain, &attr, &endpoint->cq, NULL);
+    if (rc && endpoint->nic->wakes)
+        return rc; /* out of descriptors: one that wakes nobody, among others that do, would be forgotten */
+    if (rc) {
         attr.wait_obj = FI_WAIT_NONE;
         return fi_cq_open(endpoint->nic->domain, &attr, &endpoint->cq, NULL);
     }
