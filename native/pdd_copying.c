@@ -46,9 +46,11 @@ bool pdd_copying_same_user(int socket)
     return !getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) && peer.uid == geteuid();
 }
 
+/* Of a bell only that it was rung: one that stays readable, whatever we read, would keep us awake for ever. */
 int pdd_copying_listen(struct copying *copying, int fd, struct tag *tag)
 {
-    struct epoll_event event = {.events = EPOLLIN, .data.ptr = tag};
+    bool bell = tag->kind == TAG_READER_BELL || tag->kind == TAG_COPIER_BELL;
+    struct epoll_event event = {.events = bell ? EPOLLIN | EPOLLET : EPOLLIN, .data.ptr = tag};
     return epoll_ctl(copying->epoll, EPOLL_CTL_ADD, fd, &event) ? -errno : 0;
 }
 

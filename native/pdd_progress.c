@@ -260,6 +260,7 @@ static void wait_for_work(struct pdd_port *port)
     if (pdd_ring_empty(&port->commands) && may_sleep(port))
         sleep_in_poll(port, wait_ns);
     atomic_store(&port->sleeping, false);
+    port->now_ns = monotonic_ns(); /* else what fails in the next turn is tried again at once: its pause is over */
     pdd_copies_awake(port);
 }
 
