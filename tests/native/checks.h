@@ -23,8 +23,18 @@ extern char check_context[128];
         }                                                                                                              \
     } while (0)
 
+#if defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define CHECK_FDS_ARE_SHARED /* with the tool's symbolizer */
+#endif
+#endif
+
+/* Open descriptors of this process; 0 where a tool has some of its own. */
 static inline int count_fds(void)
 {
+#ifdef CHECK_FDS_ARE_SHARED
+    return 0;
+#endif
     DIR *open = opendir("/proc/self/fd");
     int number = 0;
     CHECK(open);

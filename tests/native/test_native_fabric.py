@@ -28,7 +28,8 @@ BUILDS = {
 }
 WITH_FAKE_PROVIDER = ("fuzz_fabric", "test_faults", "test_hostile")
 WRAPPED = ("fi_getinfo", "fi_fabric", "clock_gettime")
-SEEDS = {"gcc": (150, 40, 100), "clang-asan-ubsan": (60, 12, 50), "clang-tsan": (50, 8, 40)}
+WAYS = ("fake", "tcp", "copies")
+SEEDS = {"gcc": (120, 20, 60), "clang-asan-ubsan": (100, 15, 60), "clang-tsan": (60, 8, 30)}
 """Of the fuzzer, for each build: over the fake provider, over TCP, by copies."""
 
 
@@ -36,6 +37,7 @@ class Build:
     """The C library compiled once for one set of flags, and the programs that are linked with it."""
 
     def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
         self.compiler, self.flags = BUILDS[name]
         self.folder = folder
         self.recipe = runpy.run_path(str(ROOT / "native" / "build_ffi.py"))
@@ -88,10 +90,9 @@ def test_the_c_library(program: str, build: Build) -> None:
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
-@pytest.mark.parametrize("way", ["fake", "tcp", "copies"])
+@pytest.mark.parametrize("way", WAYS)
 def test_random_calls_of_the_c_library(way: str, build: Build) -> None:
-    number = SEEDS[build.folder.name.rstrip("0123456789")][("fake", "tcp", "copies").index(way)]
-    done = build.run("fuzz_fabric", way, "0", str(number))
+    done = build.run("fuzz_fabric", way, "0", str(SEEDS[build.name][WAYS.index(way)]))
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
 
 
