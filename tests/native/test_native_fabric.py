@@ -1,6 +1,6 @@
 """Runs the tests in C plain and under the sanitizers: the whole C library, libfabric aside.
 
-One program again, for example one seed of a fuzzer: `python tests/native/test_native_fabric.py BUILD PROGRAM ARGUMENTS`.
+One program again, say one seed of a fuzzer: `python tests/native/test_native_fabric.py BUILD PROGRAM ARGUMENTS`.
 """
 
 from __future__ import annotations
