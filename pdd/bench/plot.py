@@ -24,7 +24,7 @@ BAR_SPACE = 0.8
 def check_plot(path: Path) -> None:
     """Raises OperatorError before anything is measured for a picture that could not be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise OperatorError("--plot needs matplotlib, which is not installed: pip install matplotlib, or use --json")
+        raise OperatorError("--plot needs matplotlib, which is not installed: pip install pdd[plot], or use --json")
     if not path.parent.is_dir():
         raise OperatorError(f"--plot {path}: there is no directory {path.parent}")
 

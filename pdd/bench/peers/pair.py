@@ -66,8 +66,10 @@ class Line:
         return bool(select.select([self._end], [], [], 0)[0])
 
     def close(self) -> None:
-        self._file.close()
-        self._end.close()
+        try:
+            self._file.close()  # may have something left to say to an end that is gone
+        finally:
+            self._end.close()
 
 
 def socket_lines() -> tuple[Line, Line]:
