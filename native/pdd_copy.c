@@ -196,21 +196,30 @@ static void job_done(struct pdd_port *port, struct copier *copier, int error)
     pdd_part_done(port, job.write, error);
 }
 
-static unsigned reap(struct pdd_port *port, struct copier *copier)
+/* -EPROTO: more is said to be done than was asked for. */
+static int take_done(struct pdd_port *port, struct copier *copier)
 {
     uint32_t head = atomic_load_explicit(&copier->ring->head, memory_order_acquire);
-    unsigned num_done = head - copier->head;
+    uint32_t num_done = head - copier->head;
     if (!num_done)
         return 0;
-    if (num_done > copier->tail - copier->head) {
-        pdd_fail_copier(port, copier, EPROTO);
-        return 1;
-    }
+    if (num_done > copier->tail - copier->head)
+        return -EPROTO;
     copier->progress_ns = port->now_ns;
     copier->reconnect = (struct retry){0};
     while (copier->head != head)
         job_done(port, copier, 0);
-    return num_done;
+    return (int)num_done;
+}
+
+static unsigned reap(struct pdd_port *port, struct copier *copier)
+{
+    int num_done = take_done(port, copier);
+    if (num_done >= 0)
+        return (unsigned)num_done;
+    add_stat(&port->stats.num_errors, 1);
+    pdd_fail_copier(port, copier, -num_done);
+    return 1;
 }
 
 unsigned pdd_reap_copies(struct pdd_port *port)
@@ -230,10 +239,7 @@ void pdd_fail_copier(struct pdd_port *port, struct copier *copier, int error)
 {
     if (!copier->ring)
         return;
-    if (!port->failed)
-        reap(port, copier); /* what was done has not failed */
-    if (!copier->ring)
-        return;
+    take_done(port, copier); /* what was done has not failed */
     disconnect(port->copying, copier);
     while (copier->head != copier->tail)
         job_done(port, copier, error);

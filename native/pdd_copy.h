@@ -121,6 +121,7 @@ int pdd_copying_open(struct pdd_port *port);
 void pdd_copying_close(struct pdd_port *port);
 void pdd_copying_socket_name(const uint8_t *name, void *address, uint32_t *address_bytes);
 bool pdd_copying_same_user(int socket);
+bool pdd_copying_is_bell(int fd);
 int pdd_copying_listen(struct copying *copying, int fd, struct tag *tag);
 void pdd_copying_close_fd(struct copying *copying, int *fd);
 void *pdd_copying_map_sealed(int fd, uint64_t length_bytes, int protection);

@@ -65,7 +65,7 @@ int pdd_change_expected(pdd_port *port, uint32_t immediate, uint32_t num_pieces)
 {
     struct count *count = count_for(port, immediate);
     uint64_t word = atomic_load(&count->word), changed;
-    if (num_pieces > FIELD_MASK)
+    if (immediate & WEIGHT_MASK || num_pieces > FIELD_MASK)
         return -EINVAL;
     do {
         if (!names(word, immediate))

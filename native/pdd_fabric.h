@@ -19,7 +19,7 @@ struct pdd_options {
     const uint32_t *cores; /* that the progress thread may run on */
     uint32_t num_cores;    /* 0: on any */
     uint32_t spin_us;      /* how long the progress thread polls after the last activity before it blocks */
-    uint32_t max_writes;   /* writes accepted and not yet drained; 0: 4096 */
+    uint32_t max_writes;   /* writes accepted and not yet drained, 2^20 at most; 0: 4096 */
     uint32_t copies;       /* 1: peers of this machine and user may have their pages copied, not sent */
 };
 
@@ -97,6 +97,7 @@ struct pdd_stats {
     uint64_t num_wakeups;        /* returns from poll */
     uint64_t num_copied_bytes;   /* for peers of this machine, by the target's port */
     uint64_t num_failed_paths;   /* times that a way to a peer was given up */
+    uint64_t num_unknown;        /* completions of nothing that was under way, for example of one thing twice */
 };
 
 struct pdd_nic_stats {

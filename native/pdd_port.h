@@ -41,6 +41,7 @@ enum {
     MAX_PEERS = 1024,
     MAX_MEMORIES = 1024,
     MAX_WATCHES = 64,
+    MAX_WRITES = 1 << 20,
     MAX_NICS = 8,
     MAX_IOV = 8,
     MAX_ADDRESS_BYTES = 64,  /* of one endpoint, libfabric's own */
@@ -93,7 +94,8 @@ struct nic {
     struct fid_fabric *fabric;
     struct fid_domain *domain;
     struct pdd_terms terms;
-    bool wakes; /* its CQs have an fd */
+    bool wakes;   /* its CQs have an fd */
+    bool listens; /* its endpoints take TCP connections, and are closed while others are read */
     size_t address_bytes; /* of its endpoints */
     _Atomic uint64_t num_bytes, num_arrived, num_failed_paths;
 };
@@ -276,12 +278,13 @@ struct pdd_port {
     struct count counts[NUM_SLOTS];
     struct {
         _Atomic uint64_t num_messages, num_pieces, num_bytes, num_arrived, num_strays, num_strays_unnamed, num_errors,
-            num_busy, num_wakeups, num_copied_bytes, num_failed_paths;
+            num_busy, num_wakeups, num_copied_bytes, num_failed_paths, num_unknown;
     } stats;
 
     /* progress thread */
     bool stopping;
-    int failed;
+    int failed;   /* for good: an errno */
+    int breaking; /* ... from the end of this turn on */
     uint64_t now_ns, active_ns, checked_ns;
     struct write **live; /* by slot */
     struct link endpoints;
@@ -359,9 +362,10 @@ bool pdd_path_busy(const struct path *path);
 struct path *pdd_choose_path(struct pdd_port *port, struct peer *peer);
 bool pdd_has_open_path(const struct peer *peer);
 int pdd_post_message(struct pdd_port *port, struct path *path, struct write *write);
-void pdd_message_done(struct pdd_port *port, struct message *message, int error);
+bool pdd_complete(struct pdd_port *port, struct path *path, const void *context, int error);
 void pdd_fail_path(struct pdd_port *port, struct path *path, int error);
-void pdd_check_paths(struct pdd_port *port);
+void pdd_fail_peers(struct pdd_port *port, int error);
+unsigned pdd_check_paths(struct pdd_port *port);
 uint64_t pdd_path_patience(const struct pdd_port *port, const struct path *path);
 
 /* pdd_write.c, on the progress thread */
