@@ -1,6 +1,6 @@
 """Two cables between the machines of a prefiller and a decoder, and a NIC of each rank on both: one may fail.
 
-The control link goes over the first cable; the second carries nothing but pages.
+The control link goes over the first cable; the second carries nothing but pages. In one test it is the only one that does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import HANDOFF_ALL, Cluster, MakeCluster, counters, eventually, prompt
+from cluster import HANDOFF_ALL, Cluster, MakeCluster, counters, eventually, prompt, text_of, wait_for_state
 from expected import Toy
 from namespaces import Namespaces, NoNamespaces, namespaces, nodes_in
 from wide_toy import wide_toy
@@ -130,3 +130,43 @@ async def test_one_of_two_links_fails_under_a_handoff_and_comes_back(
         assert int(lost.split()[-1]) >= 1, lost
         pair.mend(1)
         await talk.until_both_carry()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("fault", ["cut", "swallow"])
+async def test_pages_do_not_arrive_and_the_control_link_hears_nothing_of_it(
+    make_cluster: MakeCluster, slow_toy: Path, tmp_path: Path, pair: Namespaces, fault: str
+) -> None:
+    """Nobody waits for a lease (60 s), the link stays, and status and peers say what is wrong until it is right."""
+    nodes, within = nodes_in(pair)
+    for node, hosts in (("prefill0", pair.prefill_hosts), ("decode0", pair.decode_hosts)):
+        nodes[node]["replicas"][0]["nics"] = hosts[1:]
+    toy = Toy(tmp_path / "cache", slow_toy)
+    async with make_cluster(nodes, slow_toy, within=within, handoff=HANDOFF_ALL) as cluster:
+
+        async def reason() -> str:
+            status = await cluster.ask("decode0", "status")
+            assert status["ready"]
+            return str(status["reason"])
+
+        asked = [asyncio.create_task(text_of(cluster, prompt(500, seed), 4)) for seed in range(4)]
+        await wait_for_state(cluster, "prefilling")
+        getattr(pair, fault)(1)
+        async with asyncio.timeout(40.0):
+            assert await asyncio.gather(*asked) == [toy.text(prompt(500, seed), 4) for seed in range(4)]
+            seed = 4
+            while "pages do not arrive from prefill0/0 in decode0/0: writes of" not in await reason():
+                assert await text_of(cluster, prompt(100, seed), 4) == toy.text(prompt(100, seed), 4)
+                seed += 1
+        [row] = (await cluster.ask("decode0", "peers"))["peers"]
+        assert (row["state"], row["links"]) == ("up", 1)
+        assert "pages do not arrive from prefill0/0" in row["reason"]
+        pair.mend(1)
+
+        async def apart() -> bool:
+            await text_of(cluster, prompt(40), 1)
+            return await reason() == "serving, prefill and decode apart"
+
+        await eventually(apart, HEALED_S, lambda: cluster.log("decode0"))
+        assert (await cluster.ask("decode0", "peers"))["peers"][0]["links"] == 1
