@@ -12,24 +12,22 @@ from functools import partial
 
 import structlog
 
-from pdd.base.errors import NoPath, RequestTooLarge
+from pdd.base.errors import RequestTooLarge
 from pdd.base.ids import Immediate, Incarnation, NodeName, PageId
-from pdd.daemon.balance import Candidate, Choice, choose_prefiller
-from pdd.daemon.peers import Peer
+from pdd.daemon.prefillers import Prefillers
 from pdd.daemon.records import DecodeRequest, Handoff
 from pdd.daemon.replica_set import ReplicaSet
 from pdd.daemon.side import Control, Side
 from pdd.lifecycle import events as e
 from pdd.lifecycle.table import DecodeState
 from pdd.topology.model import Handoff as HandoffPolicy
-from pdd.topology.model import OnHandoffFailure, Role, Verify
+from pdd.topology.model import Role, Verify
 from pdd.transfer import events as transfer
 from pdd.transfer.digest import DigestPlan, target_digests
 from pdd.wire import messages as wire
 
 log = structlog.get_logger(__name__)
 
-_PREFILL_ROLES = frozenset({Role.PREFILL.value})
 _IN_FLIGHT = (DecodeState.PREFILLING, DecodeState.TRANSFERRING)
 
 
@@ -41,13 +39,14 @@ class Handoffs:
         self._replica = replica
         self._policy = policy
         self._side = side
+        self._prefillers = Prefillers(control, replica.name, policy)
         self._next_seed = secrets.randbits(32)
         """One after the other, so that equal source ranks take turns."""
 
     def begin(self, record: DecodeRequest) -> None:
         """Sends a ticket to the best prefiller. Raises NoPath when there is none, QueueFull or FabricError when no
         count can be armed."""
-        choice, peer = self._choose(record)
+        choice, peer = self._prefillers.choose(record)
         pages = self._lacking_pages(record)
         start, num_tokens = record.num_cached_tokens, len(record.prompt) - 1
         source = peer.replicas[choice.name].shape
@@ -61,7 +60,7 @@ class Handoffs:
             )
         record.peer = choice.name
         record.attempts += 1
-        self._control.peers.paths.tried(self._replica.name, choice.name, self._control.clock.now_s())
+        self._prefillers.asked(choice.name)
         record.retry_after_s = None
         lease_s = self._policy.lease_s
         record.lease = asyncio.get_running_loop().call_later(lease_s, self._lease_over, record, immediates[0])
@@ -70,38 +69,10 @@ class Handoffs:
         if unsent:
             # Like TicketSent these wait for the present event to end, and follow it in this order.
             record.handoff.stopping, record.failure = True, unsent
+            self._control.metrics.handoffs.labels("failed").inc()
             self._side.feed(record, e.HandoffFailed(unsent))
             self._replica.messenger.rejected(record.id, immediates[0])
             self._replica.poll()
-
-    def _choose(self, record: DecodeRequest) -> tuple[Choice, Peer]:
-        """Another prefiller than the one that failed, where there is another."""
-        reachable = self._control.peers.candidates(_PREFILL_ROLES)
-        num_tokens = len(record.prompt) - 1
-        candidates = [it for it in reachable if it.num_tokens >= num_tokens]
-        if reachable and not candidates:
-            raise NoPath(f"no reachable prefiller has KV memory for {num_tokens} tokens")
-        candidates = self._awake(candidates)
-        others = [it for it in candidates if record.handoff is None or it.name != record.handoff.prefiller]
-        choice = choose_prefiller(others or candidates, record.prompt)
-        peer = self._control.peers.owner(choice.name) if choice else None
-        if choice is None or peer is None:
-            raise NoPath("no prefiller is reachable")
-        return choice, peer
-
-    def _awake(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Without those whose pages do not arrive. Raises NoPath when nobody else is there and we can do without."""
-        paths, now_s = self._control.peers.paths, self._control.clock.now_s()
-        resting = {it.name for it in candidates if paths.rests(self._replica.name, it.name, now_s)}
-        awake = [it for it in candidates if it.name not in resting]
-        if resting and not awake:
-            if self._policy.on_failure is OnHandoffFailure.ERROR:
-                return candidates
-            why = "; ".join(reason for theirs, reason in paths.broken() if theirs in resting)
-            self._control.metrics.prefillers_left_out.inc()
-            raise NoPath(why)
-        self._control.metrics.prefillers_left_out.inc(len(resting))
-        return awake
 
     def _send(self, node: NodeName, ticket: wire.PrefillRequest) -> str:
         """Why the ticket could not leave; empty when it has."""
@@ -169,7 +140,7 @@ class Handoffs:
         if record.machine.state in _IN_FLIGHT:
             reason = f"the pages did not arrive within {lease_s:g} s"
             if record.machine.state is DecodeState.TRANSFERRING:
-                self._path_failed(handoff, reason)
+                self._prefillers.lost(handoff, reason)
             self._failed(record, reason)
         elif record.machine.state is DecodeState.DRAINING and not self._replica.messenger.arrived(record.id)[1]:
             log.error("a drain waits for nothing", request=record.id, story=record.machine.tell())
@@ -191,16 +162,12 @@ class Handoffs:
         for, and it gets new ones over the same link. What else is under way with the old ones ends, too."""
         reason = f"writes of {handoff.prefiller} failed: {reason}"
         log.warning("closing a peer's keys", peer=handoff.node, replica=self._replica.name, reason=reason)
-        self._path_failed(handoff, reason)
+        self._prefillers.lost(handoff, reason)
         for record in self._served_by(handoff.incarnation):
             self._over(record, reason)
         self._close_keys(handoff.incarnation)
         self._control.pair(handoff.node)  # before the next poll: what that drains may ask the same prefiller again
         self._replica.poll()
-
-    def _path_failed(self, handoff: Handoff, reason: str) -> None:
-        paths, now_s = self._control.peers.paths, self._control.clock.now_s()
-        paths.failed(self._replica.name, handoff.prefiller, handoff.incarnation, reason, now_s)
 
     def _served_by(self, incarnation: Incarnation) -> list[DecodeRequest]:
         """Those whose handoffs from that peer are not over."""
@@ -366,7 +333,7 @@ class Handoffs:
         if moved.prefill_done_s is not None:
             metrics.ready_after_prefill.observe(self._control.clock.now_s() - moved.prefill_done_s)
         if record.handoff is not None:
-            self._control.peers.paths.worked(self._replica.name, record.handoff.prefiller)
+            self._prefillers.worked(record.handoff)
         self.end(record)
         self._replica.messenger.forget(record.id)
         self._side.feed(record, e.Arrived(f"{event.num_pieces} pieces, {event.num_bytes} bytes"))

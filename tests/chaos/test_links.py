@@ -1,6 +1,6 @@
 """Two cables between the machines of a prefiller and a decoder, and a NIC of each rank on both: one may fail.
 
-The control link goes over the first cable; the second carries nothing but pages. In one test it is the only one that does.
+The control link goes over the first cable; the second carries nothing but pages, in one test all of them.
 """
 
 from __future__ import annotations
