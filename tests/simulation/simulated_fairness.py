@@ -39,6 +39,8 @@ class Fairness:
         for sequence in scheduler._running():
             if sequence.decoding or not sequence.num_remaining:
                 continue
+            if sequence.last_step == plan.step.number and sequence.request not in plan.requests:
+                continue  # it came while the step was announced: a write that had failed ended another one
             wait = waits.get(sequence.id)
             if wait is None or sequence.request in plan.started:
                 num_turns = -(-sequence.num_remaining // self._turn_tokens) + 1
