@@ -185,7 +185,7 @@ async def test_a_prefiller_that_stops_is_fenced_and_cannot_write_later(
         expected = [await text_of(cluster, prompt(600, 0), 1), await text_of(cluster, prompt(600, 1), 14)]
     sections = {
         "handoff": {**HANDOFF_ALL, "retries": 0, "verify": "none"},
-        "cluster": {"heartbeat_s": 0.1, "silence_s": 0.5},
+        "cluster": {"heartbeat_s": 0.1, "silence_s": 1.5},
         "fabric": {"same_host": same_host},
     }
     nodes = prefill_and_decode(prefix_cache=False, kv_bytes="700 KiB")  # 43 pages: 38 for the first, and for the second
@@ -202,7 +202,7 @@ async def test_a_prefiller_that_stops_is_fenced_and_cannot_write_later(
         async def some_arrived() -> bool:
             return await placed() > before
 
-        await eventually(some_arrived, 20.0, lambda: "nothing of the first was ever written")
+        await eventually(some_arrived, 20.0, lambda: cluster.log("decode0") + cluster.log("prefill0"))
         os.kill(prefiller, signal.SIGSTOP)
         assert await first == expected[0]
         assert (await counters(cluster))["handoffs[fenced]"] == 1
