@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# ruff: noqa: E402, I001 - an interrupt while the rest is imported, which takes a while, ends us without a traceback
+# ruff: noqa: E402 - an interrupt while the rest is imported, which takes a while, ends us without a traceback
 import signal
 
 _interrupted = signal.signal(signal.SIGINT, signal.SIG_DFL)

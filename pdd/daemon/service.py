@@ -14,8 +14,10 @@ from collections.abc import Callable
 
 import structlog
 
+from pdd.base.errors import OperatorError
 from pdd.daemon.log_stream import LogStream
 
+LEAST_DESCRIPTORS = 64
 _LAST_LINES_S = 2.0
 """How long a process that ends waits for its last lines to be taken."""
 
@@ -52,8 +54,14 @@ def set_up_logs(level: str, *, node: str) -> LogStream:
 
 
 def allow_descriptors() -> None:
-    """As many file descriptors as the system lets us have: each client, peer and executor takes some."""
+    """As many file descriptors as the system lets us have: each client, peer and executor takes some. Raises
+    OperatorError where that is too few for any daemon."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < LEAST_DESCRIPTORS:
+        raise OperatorError(
+            f"this process may open {most} files, a daemon needs {LEAST_DESCRIPTORS} and one for each client: raise "
+            "the hard limit (ulimit -n, or LimitNOFILE of a systemd unit)"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
