@@ -18,8 +18,11 @@ from pdd.base.errors import OperatorError
 from pdd.daemon.log_stream import LogStream
 
 LEAST_DESCRIPTORS = 64
+"""A daemon with one small replica opens about 50 before its first client."""
 _LAST_LINES_S = 2.0
 """How long a process that ends waits for its last lines to be taken."""
+_SYSTEMD_S = 0.2
+"""How long the event loop may wait for systemd to take a datagram."""
 
 
 def set_up_logs(level: str, *, node: str) -> LogStream:
@@ -102,6 +105,7 @@ class Notifier:
         if not self._address:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+            sock.settimeout(_SYSTEMD_S)
             try:
                 sock.sendto(text.encode(), self._address)
             except OSError as error:

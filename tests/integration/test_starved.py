@@ -103,7 +103,7 @@ async def test_a_replica_comes_back_when_there_are_descriptors_again(make_cluste
             return len(os.listdir(f"/proc/{daemon}/fd")) >= 100
 
         async def given_up() -> bool:
-            return cluster.log("decode0").count("replica down") >= 2
+            return bool(cluster.log("decode0").count("replica down") >= 2)
 
         async with idle_clients(cluster.url):
             await eventually(exhausted, 20.0, lambda: "there are still descriptors")
@@ -152,6 +152,24 @@ async def test_a_stopping_node_is_not_resumed_and_counts_a_request_once(
         assert (await cluster.ask("decode0", "status"))["draining"]
         assert (await answer)[0] == 200
         assert await cluster.daemons["decode0"].wait() == 0
+
+
+async def test_systemd_hears_how_a_node_serves(
+    make_cluster: MakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "300000")
+        async with make_cluster(prefill_and_decode()) as cluster:
+            for command, status in (("drain", b"draining: no new"), ("resume", b"serving, prefill and decode apart")):
+                await cluster.ask("decode0", command)
+                async with asyncio.timeout(20.0):
+                    heard = b""
+                    while not heard.startswith(b"STATUS=" + status):
+                        heard = await asyncio.get_running_loop().sock_recv(systemd, 1000)
+            systemd.close()  # and nobody hears the end: it does no harm
 
 
 async def test_a_stopped_executor_does_not_outlive_its_daemon(make_cluster: MakeCluster) -> None:
