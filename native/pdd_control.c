@@ -65,8 +65,9 @@ struct watch *pdd_find_watch(struct pdd_port *port, uint32_t handle)
 /* Keys that we may choose are random: who was not given one does not guess it. */
 static int register_with_key(struct nic *nic, struct memory *memory, struct fid_mr **mr)
 {
+    enum { MAX_TRIES = 16 }; /* of 32 random bits, a second time is rare enough */
     struct pdd_registration registration;
-    int rc;
+    int rc, num_tries = 0;
     do {
         uint64_t key = 0;
         if (nic->terms.chooses_keys && getrandom(&key, sizeof key, 0) != sizeof key)
@@ -76,7 +77,7 @@ static int register_with_key(struct nic *nic, struct memory *memory, struct fid_
         rc = pdd_describe_region(&memory->region, &nic->terms, key, &registration);
         if (!rc)
             rc = fi_mr_regattr(nic->domain, &registration.attr, registration.flags, mr);
-    } while (nic->terms.chooses_keys && rc == -FI_ENOKEY);
+    } while (nic->terms.chooses_keys && rc == -FI_ENOKEY && ++num_tries < MAX_TRIES);
     return rc;
 }
 
@@ -328,11 +329,11 @@ int pdd_do_get_peer(struct pdd_port *port, struct call *call)
     if (!peer)
         return -ENOENT;
     *call->peer_info = (struct pdd_peer_info){
-        .copies = peer->copier && peer->copier->reconnect.after_ns <= port->now_ns,
+        .copies = peer->copier && !peer->copier->reconnect.pause_ns,
         .num_paths = peer->num_paths,
     };
     for (uint32_t i = 0; i < peer->num_paths; i++)
-        call->peer_info->num_open += peer->paths[i].reopen.after_ns <= port->now_ns;
+        call->peer_info->num_open += !peer->paths[i].reopen.pause_ns; /* not: failed since it last worked */
     return 0;
 }
 

@@ -8,8 +8,6 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-static const uint64_t MAX_SILENCE_NS = 5 * 1000000000ull; /* of a target with jobs in its ring */
-
 /* ---- connection ---- */
 static bool send_message(int socket, const struct copy_message *message, const int *fds, uint32_t num_fds)
 {
@@ -75,6 +73,7 @@ static int start(struct pdd_port *port, struct copier *copier)
 {
     copier->head = copier->tail = copier->num_sources = 0;
     copier->bytes_in_flight = 0;
+    copier->progress_ns = port->now_ns;
     copier->socket = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     copier->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     copier->reader_bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -113,13 +112,6 @@ void pdd_copier_free(struct pdd_port *port, struct copier *copier)
     free(copier);
 }
 
-/* True while this is the way to the peer. */
-bool pdd_copier_ready(struct pdd_port *port, struct copier *copier)
-{
-    return copier->ring || (copier->reconnect.after_ns <= port->now_ns && !start(port, copier));
-}
-
-/* ---- jobs ---- */
 static bool knows_source(const struct copier *copier, uint32_t handle)
 {
     for (uint32_t i = 0; i < copier->num_sources; i++)
@@ -128,6 +120,20 @@ static bool knows_source(const struct copier *copier, uint32_t handle)
     return false;
 }
 
+/* The target can map what the write reads. What it cannot must not end what it does for others. */
+bool pdd_copier_takes(struct pdd_port *port, const struct copier *copier, const struct write *write)
+{
+    return knows_source(copier, write->spec.memory) ||
+           (pdd_find_memory(port, write->spec.memory)->fd >= 0 && copier->num_sources < COPY_SOURCES);
+}
+
+/* True while this is the way to the peer. */
+bool pdd_copier_ready(struct pdd_port *port, struct copier *copier)
+{
+    return copier->ring || (copier->reconnect.after_ns <= port->now_ns && !start(port, copier));
+}
+
+/* ---- jobs ---- */
 static int send_source(struct copier *copier, const struct memory *memory)
 {
     struct copy_message message = {
@@ -135,8 +141,6 @@ static int send_source(struct copier *copier, const struct memory *memory)
         .source = memory->place.handle,
         .length_bytes = memory->region.length_bytes,
     };
-    if (memory->fd < 0 || copier->num_sources == COPY_SOURCES)
-        return -EOPNOTSUPP;
     if (!send_message(copier->socket, &message, &memory->fd, 1))
         return -ECONNRESET;
     copier->sources[copier->num_sources++] = memory->place.handle;
@@ -148,7 +152,7 @@ int pdd_post_copy(struct pdd_port *port, struct copier *copier, struct write *wr
 {
     const struct memory *memory = pdd_find_memory(port, write->spec.memory);
     struct batch batch;
-    if (copier->tail - copier->head == COPY_JOBS || copier->bytes_in_flight >= COPY_BYTES)
+    if (!atomic_load(&copier->ring->accepted) || copier->tail - copier->head == COPY_JOBS || copier->bytes_in_flight >= COPY_BYTES)
         return -FI_EAGAIN;
     int rc = knows_source(copier, write->spec.memory) ? 0 : send_source(copier, memory);
     if (rc) {
@@ -192,21 +196,30 @@ static void job_done(struct pdd_port *port, struct copier *copier, int error)
     pdd_part_done(port, job.write, error);
 }
 
-static unsigned reap(struct pdd_port *port, struct copier *copier)
+/* -EPROTO: more is said to be done than was asked for. */
+static int take_done(struct pdd_port *port, struct copier *copier)
 {
     uint32_t head = atomic_load_explicit(&copier->ring->head, memory_order_acquire);
-    unsigned num_done = head - copier->head;
+    uint32_t num_done = head - copier->head;
     if (!num_done)
         return 0;
-    if (num_done > copier->tail - copier->head) {
-        pdd_fail_copier(port, copier, EPROTO);
-        return 1;
-    }
+    if (num_done > copier->tail - copier->head)
+        return -EPROTO;
     copier->progress_ns = port->now_ns;
     copier->reconnect = (struct retry){0};
     while (copier->head != head)
         job_done(port, copier, 0);
-    return num_done;
+    return (int)num_done;
+}
+
+static unsigned reap(struct pdd_port *port, struct copier *copier)
+{
+    int num_done = take_done(port, copier);
+    if (num_done >= 0)
+        return (unsigned)num_done;
+    add_stat(&port->stats.num_errors, 1);
+    pdd_fail_copier(port, copier, -num_done);
+    return 1;
 }
 
 unsigned pdd_reap_copies(struct pdd_port *port)
@@ -226,10 +239,7 @@ void pdd_fail_copier(struct pdd_port *port, struct copier *copier, int error)
 {
     if (!copier->ring)
         return;
-    if (!port->failed)
-        reap(port, copier); /* what was done has not failed */
-    if (!copier->ring)
-        return;
+    take_done(port, copier); /* what was done has not failed */
     disconnect(port->copying, copier);
     while (copier->head != copier->tail)
         job_done(port, copier, error);
@@ -247,6 +257,11 @@ void pdd_forget_source(struct pdd_port *port, uint32_t handle)
             pdd_fail_copier(port, (struct copier *)link, ECANCELED);
 }
 
+static bool waits(const struct copier *copier)
+{
+    return copier->ring && (!atomic_load(&copier->ring->accepted) || copier->head != copier->tail);
+}
+
 /* A target that is alive and does nothing for long is given up, as a path is. */
 void pdd_check_copiers(struct pdd_port *port)
 {
@@ -254,7 +269,7 @@ void pdd_check_copiers(struct pdd_port *port)
         return;
     for (struct link *link = port->copying->copiers.next; link != &port->copying->copiers; link = link->next) {
         struct copier *copier = (struct copier *)link;
-        if (copier->ring && copier->head != copier->tail && port->now_ns - copier->progress_ns > MAX_SILENCE_NS)
+        if (waits(copier) && port->now_ns - copier->progress_ns > MAX_SILENCE_NS)
             pdd_fail_copier(port, copier, ETIMEDOUT);
     }
 }
@@ -264,7 +279,7 @@ uint64_t pdd_copies_patience(const struct pdd_port *port)
 {
     for (const struct link *link = port->copying ? port->copying->copiers.next : NULL;
          link && link != &port->copying->copiers; link = link->next)
-        if (((const struct copier *)link)->head != ((const struct copier *)link)->tail)
+        if (waits((const struct copier *)link))
             return MAX_SILENCE_NS / 8;
     return UINT64_MAX;
 }

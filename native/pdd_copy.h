@@ -2,6 +2,7 @@
  *
  *     writer (pdd_copy.c)                           target (pdd_serve.c)
  *     connect, hello: ring, bells, token   ------>  who may, into which memory
+ *                                          <-ring--  accepted: a job that is refused would be a write that failed
  *     a source's descriptor                ------>  mapped, readable only
  *     jobs                                 --ring->  copy, count
  *                                          <-ring--  how many are done
@@ -17,7 +18,7 @@
 #include "pdd_port.h"
 
 enum {
-    COPY_VERSION = 1,
+    COPY_VERSION = 2,
     COPY_JOBS = 1024,           /* in a ring; a power of two */
     COPY_BYTES = 8 << 20,       /* asked for and not done: bounds what a cancel must wait for */
     COPY_BYTES_PER_TURN = 1 << 20,
@@ -43,6 +44,7 @@ struct copy_ring {
     _Atomic uint32_t writer_sleeps;
     _Alignas(PDD_CACHE_LINE) _Atomic uint32_t head; /* target: jobs done */
     _Atomic uint32_t reader_sleeps;
+    _Atomic uint32_t accepted;                      /* target: jobs may come */
     _Alignas(PDD_CACHE_LINE) struct copy_job jobs[COPY_JOBS];
 };
 
@@ -119,6 +121,7 @@ int pdd_copying_open(struct pdd_port *port);
 void pdd_copying_close(struct pdd_port *port);
 void pdd_copying_socket_name(const uint8_t *name, void *address, uint32_t *address_bytes);
 bool pdd_copying_same_user(int socket);
+bool pdd_copying_is_bell(int fd);
 int pdd_copying_listen(struct copying *copying, int fd, struct tag *tag);
 void pdd_copying_close_fd(struct copying *copying, int *fd);
 void *pdd_copying_map_sealed(int fd, uint64_t length_bytes, int protection);
@@ -129,6 +132,7 @@ void pdd_copies_awake(struct pdd_port *port);
 /* pdd_copy.c: the writer */
 struct copier *pdd_copier_new(struct pdd_port *port, struct peer *peer, const uint8_t *name, const uint8_t *token);
 void pdd_copier_free(struct pdd_port *port, struct copier *copier);
+bool pdd_copier_takes(struct pdd_port *port, const struct copier *copier, const struct write *write);
 bool pdd_copier_ready(struct pdd_port *port, struct copier *copier);
 int pdd_post_copy(struct pdd_port *port, struct copier *copier, struct write *write);
 void pdd_announce_copies(struct copier *copier);

@@ -46,10 +46,22 @@ bool pdd_copying_same_user(int socket)
     return !getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) && peer.uid == geteuid();
 }
 
+/* Of a bell only that it was rung: one that stays readable, whatever we read, would keep us awake for ever. */
 int pdd_copying_listen(struct copying *copying, int fd, struct tag *tag)
 {
-    struct epoll_event event = {.events = EPOLLIN, .data.ptr = tag};
+    bool bell = tag->kind == TAG_READER_BELL || tag->kind == TAG_COPIER_BELL;
+    struct epoll_event event = {.events = bell ? EPOLLIN | EPOLLET : EPOLLIN, .data.ptr = tag};
     return epoll_ctl(copying->epoll, EPOLL_CTL_ADD, fd, &event) ? -errno : 0;
+}
+
+/* Of eventfds that do not block: another process made it, and we read and write it on the progress thread. */
+bool pdd_copying_is_bell(int fd)
+{
+    static const char expected[] = "anon_inode:[eventfd]";
+    char path[32], name[sizeof expected];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    return readlink(path, name, sizeof name) == sizeof expected - 1 && !memcmp(name, expected, sizeof expected - 1) &&
+           fcntl(fd, F_GETFL) & O_NONBLOCK;
 }
 
 /* A bell is open in two processes: closing it here does not take it out of the epoll set. */

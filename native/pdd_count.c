@@ -1,6 +1,8 @@
 /* Counting arrivals: what tells a decoder that all of a handoff has been placed. See struct count. */
 #include "pdd_port.h"
 
+#include <sched.h>
+
 #define ARMED (1ull << 63)
 #define REACHED (1ull << 62)
 #define FIELD_MASK 0xffffffull
@@ -63,7 +65,7 @@ int pdd_change_expected(pdd_port *port, uint32_t immediate, uint32_t num_pieces)
 {
     struct count *count = count_for(port, immediate);
     uint64_t word = atomic_load(&count->word), changed;
-    if (num_pieces > FIELD_MASK)
+    if (immediate & WEIGHT_MASK || num_pieces > FIELD_MASK)
         return -EINVAL;
     do {
         if (!names(word, immediate))
@@ -141,6 +143,7 @@ void pdd_push_reached(struct pdd_port *port, uint32_t immediate)
         .last_ns = count->last_ns,
     };
     pdd_push_event(port, &event);
+    sched_yield(); /* somebody waits for just this, and is often woken on our own core */
 }
 
 void pdd_count_arrival(struct pdd_port *port, uint32_t data)

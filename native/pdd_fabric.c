@@ -103,11 +103,13 @@ static int check_write(struct pdd_port *port, const struct pdd_write *spec)
 {
     const struct memory *memory = pdd_find_memory(port, spec->memory);
     const struct peer *peer = pdd_find_peer(port, spec->peer);
-    uint64_t source_end, target_end, total;
+    uint64_t source_end, target_end, total, last_goal;
     if (!peer || !memory || (spec->watch && !pdd_find_watch(port, spec->watch)))
         return -ENOENT;
     if (!spec->num_layers || !spec->num_pages || !spec->num_pieces || spec->immediate & WEIGHT_MASK)
         return -EINVAL;
+    if (spec->watch && __builtin_add_overflow(spec->counter_base, spec->num_layers, &last_goal))
+        return -ERANGE;
     if (__builtin_mul_overflow((uint64_t)spec->num_layers * spec->num_pages, spec->num_pieces, &total) || total >> 24)
         return -E2BIG;
     uint32_t source_page = greatest(spec->source_pages, spec->num_pages);
@@ -227,6 +229,7 @@ void pdd_get_stats(const pdd_port *port, struct pdd_stats *stats)
     COPY_STAT(num_wakeups);
     COPY_STAT(num_copied_bytes);
     COPY_STAT(num_failed_paths);
+    COPY_STAT(num_unknown);
 }
 
 int pdd_get_nic_stats(const pdd_port *port, uint32_t nic, struct pdd_nic_stats *stats)

@@ -19,7 +19,7 @@ struct pdd_options {
     const uint32_t *cores; /* that the progress thread may run on */
     uint32_t num_cores;    /* 0: on any */
     uint32_t spin_us;      /* how long the progress thread polls after the last activity before it blocks */
-    uint32_t max_writes;   /* writes accepted and not yet drained; 0: 4096 */
+    uint32_t max_writes;   /* writes accepted and not yet drained, 2^20 at most; 0: 4096 */
     uint32_t copies;       /* 1: peers of this machine and user may have their pages copied, not sent */
 };
 
@@ -97,6 +97,7 @@ struct pdd_stats {
     uint64_t num_wakeups;        /* returns from poll */
     uint64_t num_copied_bytes;   /* for peers of this machine, by the target's port */
     uint64_t num_failed_paths;   /* times that a way to a peer was given up */
+    uint64_t num_unknown;        /* completions of nothing that was under way, for example of one thing twice */
 };
 
 struct pdd_nic_stats {
@@ -107,9 +108,9 @@ struct pdd_nic_stats {
 
 /* How a peer is reached at this moment. */
 struct pdd_peer_info {
-    uint32_t copies;    /* 1: its pages are copied; the NICs rest */
+    uint32_t copies;    /* 1: its pages are copied, if the memory has a descriptor; the NICs rest */
     uint32_t num_paths; /* pairs of a NIC of ours and one of the peer's */
-    uint32_t num_open;  /* of those; the others failed and are tried again later */
+    uint32_t num_open;  /* of those; the others failed and have not worked since, though they are tried now and then */
 };
 
 /* Opens a port, or writes into `message` why not and what to do. The process's signal handlers stay as they were. */

@@ -40,6 +40,8 @@ static int try_nic(struct pdd_port *port, struct nic *nic)
 
 static void close_fabric(struct pdd_port *port)
 {
+    for (uint32_t i = 0; i < port->num_nics; i++)
+        port->nics[i].listens = false; /* no CQ is read any more */
     for (uint32_t i = 0; i < port->num_peers; i++)
         pdd_free_peer(port, &port->peers[i]);
     for (uint32_t i = 0; i < port->num_memories; i++)
@@ -73,9 +75,9 @@ static int allocate(struct pdd_port *port, uint32_t max_writes)
     port->live = calloc(max_writes, sizeof *port->live);
     port->max_fds = MIN_FDS;
     port->fds = calloc(MIN_FDS, sizeof *port->fds);
-    /* Of commands there are at most: each write and its cancel, a reached count for each reservation, one call that
-     * waits, and the stop. */
-    if (!pdd_ring_init(&port->commands, 2 * max_writes + MAX_COUNTS + 2, sizeof(struct command)) ||
+    /* Of commands there are at most: each write and its cancel, the cancel of the one that had its slot before, a
+     * reached count for each reservation, one call that waits, and the stop. */
+    if (!pdd_ring_init(&port->commands, 3 * max_writes + MAX_COUNTS + 2, sizeof(struct command)) ||
         !pdd_ring_init(&port->events, max_writes + MAX_COUNTS + MAX_STRAYS + 1, sizeof(struct pdd_event)) ||
         !port->slot_writes || !port->slot_cancelled || !port->free_slots || !port->live || !port->fds)
         return -ENOMEM;
@@ -156,6 +158,9 @@ static int open_nics(struct pdd_port *port, const struct pdd_options *options, c
 
 static int open_port(struct pdd_port *port, const struct pdd_options *options, char *message, uint32_t message_bytes)
 {
+    if (options->max_writes > MAX_WRITES)
+        return fail(message, message_bytes, -E2BIG, "a port takes at most %d writes at once; asked for were %u",
+                    MAX_WRITES, options->max_writes);
     int rc = allocate(port, options->max_writes ? options->max_writes : 4096);
     if (rc)
         return fail(message, message_bytes, rc, "no memory or no file descriptor for a port: %s", strerror(-rc));

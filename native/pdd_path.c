@@ -10,7 +10,6 @@
 
 static const uint64_t YIELD_NS = 200 * 1000;               /* EAGAIN is mostly short: sleeping at once spoils the p99 */
 static const uint64_t MAX_RETRY_NS = 20 * 1000000;         /* ... and for a dead peer it lasts for ever */
-static const uint64_t MAX_SILENCE_NS = 5 * 1000000000ull;  /* of a path with messages under way */
 static const uint64_t CHECK_EVERY_NS = 250 * 1000000;
 
 /* It is opened by the first message: a peer whose pages are copied needs none. */
@@ -19,11 +18,12 @@ int pdd_path_init(struct path *path)
     uint32_t number = path->nic->terms.max_in_flight;
     path->messages = calloc(number, sizeof *path->messages);
     path->free_messages = calloc(number, sizeof *path->free_messages);
+    path->num_free = number;
     if (!path->messages || !path->free_messages)
         return -ENOMEM;
-    for (path->num_free = 0; path->num_free < number; path->num_free++) {
-        path->messages[path->num_free].path = path;
-        path->free_messages[path->num_free] = path->num_free;
+    for (uint32_t i = 0; i < number; i++) {
+        path->messages[i].path = path;
+        path->free_messages[i] = i;
     }
     return 0;
 }
@@ -80,14 +80,16 @@ static bool is_open(struct pdd_port *port, struct path *path)
     return path->endpoint.ep || (path->reopen.after_ns <= port->now_ns && !open_path(port, path));
 }
 
+static bool has_credit(const struct path *path) { return path->num_free && path->bytes_in_flight < PATH_BYTES; }
+
 /* The path with most credit that takes messages now; NULL: none. */
 struct path *pdd_choose_path(struct pdd_port *port, struct peer *peer)
 {
     struct path *best = NULL;
     for (uint32_t i = 0; i < peer->num_paths; i++) {
         struct path *path = &peer->paths[i];
-        if (is_open(port, path) && path->num_free && path->retry_ns <= port->now_ns &&
-            (!best || path->num_free > best->num_free))
+        if (is_open(port, path) && has_credit(path) && path->retry_ns <= port->now_ns &&
+            (!best || path->bytes_in_flight < best->bytes_in_flight))
             best = path;
     }
     return best;
@@ -146,6 +148,8 @@ int pdd_post_message(struct pdd_port *port, struct path *path, struct write *wri
     if (!num_in_flight(path))
         path->progress_ns = port->now_ns;
     message->write = write;
+    message->bytes = batch.bytes;
+    path->bytes_in_flight += batch.bytes;
     path->num_free--;
     port->in_flight++;
     add_stat(&path->nic->num_bytes, batch.bytes);
@@ -154,7 +158,7 @@ int pdd_post_message(struct pdd_port *port, struct path *path, struct write *wri
     return 0;
 }
 
-void pdd_message_done(struct pdd_port *port, struct message *message, int error)
+static void message_done(struct pdd_port *port, struct message *message, int error)
 {
     struct path *path = message->path;
     struct write *write = message->write;
@@ -164,8 +168,30 @@ void pdd_message_done(struct pdd_port *port, struct message *message, int error)
     if (!error)
         path->reopen = (struct retry){0};
     message->write = NULL;
+    path->bytes_in_flight -= message->bytes;
     port->in_flight--;
     pdd_part_done(port, write, error);
+}
+
+/* The message of this path that `context` is, while it is under way; else NULL. */
+static struct message *find_message(const struct path *path, const void *context)
+{
+    uintptr_t offset = (uintptr_t)context - (uintptr_t)path->messages;
+    if (offset % sizeof(struct message) || offset / sizeof(struct message) >= path->nic->terms.max_in_flight)
+        return NULL;
+    struct message *message = &path->messages[offset / sizeof(struct message)];
+    return message->write ? message : NULL;
+}
+
+/* False: a provider says it twice, or of something that was never posted here. That ends nothing. */
+bool pdd_complete(struct pdd_port *port, struct path *path, const void *context, int error)
+{
+    struct message *message = find_message(path, context);
+    if (message)
+        message_done(port, message, error);
+    else
+        add_stat(&port->stats.num_unknown, 1);
+    return message != NULL;
 }
 
 /* ---- failure ---- */
@@ -181,12 +207,25 @@ void pdd_fail_path(struct pdd_port *port, struct path *path, int error)
     pdd_endpoint_close(&path->endpoint);
     for (uint32_t i = 0; i < path->nic->terms.max_in_flight; i++)
         if (path->messages[i].write)
-            pdd_message_done(port, &path->messages[i], error);
+            message_done(port, &path->messages[i], error);
     path->stalled_since_ns = path->retry_ns = 0;
     retry_later(&path->reopen, port->now_ns);
     add_stat(&path->nic->num_failed_paths, 1);
     add_stat(&port->stats.num_failed_paths, 1);
     path->failing = false;
+}
+
+/* All that we post to anybody: the port has failed. What is not under way then is the caller's to end. */
+void pdd_fail_peers(struct pdd_port *port, int error)
+{
+    for (uint32_t i = 0; i < port->num_peers; i++) {
+        struct peer *peer = &port->peers[i];
+        for (uint32_t k = 0; peer->place.handle && k < peer->num_paths; k++)
+            if (peer->paths[k].endpoint.ep)
+                pdd_fail_path(port, &peer->paths[k], error);
+        if (peer->place.handle && peer->copier)
+            pdd_fail_copier(port, peer->copier, error);
+    }
 }
 
 static bool is_silent(const struct path *path, uint64_t now_ns)
@@ -195,11 +234,13 @@ static bool is_silent(const struct path *path, uint64_t now_ns)
            (path->stalled_since_ns && now_ns - path->stalled_since_ns > MAX_SILENCE_NS);
 }
 
-/* Gives up the paths on which nothing has moved for long. */
-void pdd_check_paths(struct pdd_port *port)
+/* Gives up the paths on which nothing has moved for long. Returns how many: what waited for them must be looked at
+ * before the port sleeps. */
+unsigned pdd_check_paths(struct pdd_port *port)
 {
+    uint64_t before = atomic_load_explicit(&port->stats.num_failed_paths, memory_order_relaxed);
     if (port->now_ns - port->checked_ns < CHECK_EVERY_NS)
-        return;
+        return 0;
     port->checked_ns = port->now_ns;
     for (struct link *link = port->endpoints.next, *next; link != &port->endpoints; link = next) {
         struct endpoint *endpoint = (struct endpoint *)link;
@@ -208,6 +249,7 @@ void pdd_check_paths(struct pdd_port *port)
             pdd_fail_path(port, endpoint->path, ETIMEDOUT);
     }
     pdd_check_copiers(port);
+    return (unsigned)(atomic_load_explicit(&port->stats.num_failed_paths, memory_order_relaxed) - before);
 }
 
 /* How long until a path wants attention of its own accord. */

@@ -41,6 +41,7 @@ enum {
     MAX_PEERS = 1024,
     MAX_MEMORIES = 1024,
     MAX_WATCHES = 64,
+    MAX_WRITES = 1 << 20,
     MAX_NICS = 8,
     MAX_IOV = 8,
     MAX_ADDRESS_BYTES = 64,  /* of one endpoint, libfabric's own */
@@ -53,10 +54,14 @@ enum {
     MAX_COUNTS = 2 * NUM_SLOTS, /* reached counts that may wait to be drained */
     MAX_STRAYS = 64,            /* stray events likewise; more are joined or only counted */
     MAX_IN_FLIGHT = 128,        /* messages of one path inside libfabric: bounds what a cancel must wait for */
+    PATH_BYTES = 4 << 20,       /* ... and their bytes: what a slow NIC has been given, a fast one cannot take back */
     JOINED_BYTES = 1 << 19,     /* pieces are joined into one message up to this: over TCP, 1 MiB goes at 0.7 of its speed */
     MIN_FDS = 2 + MAX_WATCHES + 64,
     POSTS_PER_TURN = 16,        /* messages for one peer before the next peer's turn */
 };
+
+/* Of a path with messages under way, of a target with jobs in its ring, of a peer with writes to post. */
+static const uint64_t MAX_SILENCE_NS = 5 * 1000000000ull;
 
 static inline uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
@@ -89,7 +94,8 @@ struct nic {
     struct fid_fabric *fabric;
     struct fid_domain *domain;
     struct pdd_terms terms;
-    bool wakes; /* its CQs have an fd */
+    bool wakes;   /* its CQs have an fd */
+    bool listens; /* its endpoints take TCP connections, and are closed while others are read */
     size_t address_bytes; /* of its endpoints */
     _Atomic uint64_t num_bytes, num_arrived, num_failed_paths;
 };
@@ -148,6 +154,7 @@ struct message {
     struct fi_context2 context; /* first */
     struct path *path;
     struct write *write; /* NULL: not in flight */
+    uint64_t bytes;
 };
 
 /* What is tried anew later: the longer it fails, the later. */
@@ -167,7 +174,8 @@ struct path {
     fi_addr_t address;
     struct message *messages;
     uint32_t *free_messages; /* stack of indices */
-    uint32_t num_free;       /* its credit */
+    uint32_t num_free;
+    uint64_t bytes_in_flight; /* what is left of PATH_BYTES is its credit */
     uint64_t stalled_since_ns; /* 0: not stalled. libfabric says EAGAIN since then */
     uint64_t retry_ns;         /* ... and is asked again then */
     uint64_t progress_ns;      /* last completion, or first message after a pause */
@@ -184,7 +192,8 @@ struct peer {
     struct copier *copier; /* NULL: of another machine, or it did not work out */
     struct path *paths;
     uint32_t num_paths;
-    int error; /* of the way that failed last */
+    int error;               /* of the way that failed last */
+    uint64_t stuck_since_ns; /* 0: not stuck. No write could be posted since then, nor has anything come back */
 };
 
 struct memory {
@@ -269,12 +278,13 @@ struct pdd_port {
     struct count counts[NUM_SLOTS];
     struct {
         _Atomic uint64_t num_messages, num_pieces, num_bytes, num_arrived, num_strays, num_strays_unnamed, num_errors,
-            num_busy, num_wakeups, num_copied_bytes, num_failed_paths;
+            num_busy, num_wakeups, num_copied_bytes, num_failed_paths, num_unknown;
     } stats;
 
     /* progress thread */
     bool stopping;
-    int failed;
+    int failed;   /* for good: an errno */
+    int breaking; /* ... from the end of this turn on */
     uint64_t now_ns, active_ns, checked_ns;
     struct write **live; /* by slot */
     struct link endpoints;
@@ -352,9 +362,10 @@ bool pdd_path_busy(const struct path *path);
 struct path *pdd_choose_path(struct pdd_port *port, struct peer *peer);
 bool pdd_has_open_path(const struct peer *peer);
 int pdd_post_message(struct pdd_port *port, struct path *path, struct write *write);
-void pdd_message_done(struct pdd_port *port, struct message *message, int error);
+bool pdd_complete(struct pdd_port *port, struct path *path, const void *context, int error);
 void pdd_fail_path(struct pdd_port *port, struct path *path, int error);
-void pdd_check_paths(struct pdd_port *port);
+void pdd_fail_peers(struct pdd_port *port, int error);
+unsigned pdd_check_paths(struct pdd_port *port);
 uint64_t pdd_path_patience(const struct pdd_port *port, const struct path *path);
 
 /* pdd_write.c, on the progress thread */

@@ -43,10 +43,12 @@ static void end_all(struct pdd_port *port, int error)
             pdd_abandon_write(port, port->live[slot], error);
 }
 
+/* Not from inside of a loop over the endpoints: it closes all that post. */
 static void fail_port(struct pdd_port *port, int error)
 {
     struct pdd_event event = {.kind = PDD_PORT_FAILED, .error = error};
     port->failed = error;
+    pdd_fail_peers(port, error);
     end_all(port, error);
     pdd_push_event(port, &event);
 }
@@ -57,12 +59,9 @@ static unsigned read_error(struct pdd_port *port, struct endpoint *endpoint)
     if (fi_cq_readerr(endpoint->cq, &entry, 0) != 1)
         return 0;
     add_stat(&port->stats.num_errors, 1);
-    /* Without a context it is the target's side of someone's broken write: his error, not ours. */
-    struct message *message = entry.op_context;
-    if (message) {
-        pdd_message_done(port, message, error_number(entry.err));
-        pdd_fail_path(port, message->path, error_number(entry.err));
-    }
+    /* Where peers write, it is the target's side of someone's broken write: his error, not ours. */
+    if (endpoint->path && pdd_complete(port, endpoint->path, entry.op_context, error_number(entry.err)))
+        pdd_fail_path(port, endpoint->path, error_number(entry.err));
     return 1;
 }
 
@@ -80,7 +79,7 @@ unsigned pdd_read_cq(struct pdd_port *port, struct endpoint *endpoint)
         if (endpoint->path)
             pdd_fail_path(port, endpoint->path, error_number((int)-num_read));
         else
-            fail_port(port, error_number((int)-num_read));
+            port->breaking = error_number((int)-num_read);
         return 0;
     }
     port->now_ns = monotonic_ns();
@@ -88,8 +87,8 @@ unsigned pdd_read_cq(struct pdd_port *port, struct endpoint *endpoint)
         if (entries[i].flags & (FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA)) {
             add_stat(&endpoint->nic->num_arrived, ((uint32_t)entries[i].data & WEIGHT_MASK) + 1);
             pdd_count_arrival(port, (uint32_t)entries[i].data);
-        } else if (entries[i].op_context) {
-            pdd_message_done(port, entries[i].op_context, 0);
+        } else if (endpoint->path) {
+            pdd_complete(port, endpoint->path, entries[i].op_context, 0);
         }
     }
     return (unsigned)num_read;
@@ -106,6 +105,8 @@ static unsigned read_completions(struct pdd_port *port)
         if (is_active((struct endpoint *)link))
             num_read += pdd_read_cq(port, (struct endpoint *)link);
     }
+    if (port->breaking && !port->failed)
+        fail_port(port, port->breaking);
     return num_read;
 }
 
@@ -198,7 +199,7 @@ static nfds_t collect_fds(struct pdd_port *port, nfds_t *first_wake)
     nfds_t end = 0;
     for (const struct link *link = port->endpoints.next; link != &port->endpoints; link = link->next) {
         const struct endpoint *endpoint = (const struct endpoint *)link;
-        if (endpoint->fd >= 0 && is_active(endpoint) && end < port->max_fds - MAX_WATCHES - 2)
+        if (!port->failed && endpoint->fd >= 0 && is_active(endpoint) && end < port->max_fds - MAX_WATCHES - 2)
             port->fds[end++] = (struct pollfd){.fd = endpoint->fd, .events = POLLIN};
     }
     if (port->copying)
@@ -259,6 +260,7 @@ static void wait_for_work(struct pdd_port *port)
     if (pdd_ring_empty(&port->commands) && may_sleep(port))
         sleep_in_poll(port, wait_ns);
     atomic_store(&port->sleeping, false);
+    port->now_ns = monotonic_ns(); /* else what fails in the next turn is tried again at once: its pause is over */
     pdd_copies_awake(port);
 }
 
@@ -275,7 +277,7 @@ void *pdd_progress(void *argument)
         num_done += pdd_sample_watches(port);
         num_done += pdd_post(port);
         pdd_push_strays(port);
-        pdd_check_paths(port);
+        num_done += pdd_check_paths(port);
         port->now_ns = monotonic_ns();
         if (num_done)
             port->active_ns = port->now_ns;

@@ -72,12 +72,16 @@ static bool take_hello(struct pdd_port *port, struct reader *reader, const struc
         return false;
     reader->memory = find_by_token(port, message->token);
     reader->ring = pdd_copying_map_sealed(fds[0], sizeof *reader->ring, PROT_READ | PROT_WRITE);
-    if (!reader->memory || !reader->ring)
+    if (!reader->memory || !reader->ring || !pdd_copying_is_bell(fds[1]) || !pdd_copying_is_bell(fds[2]))
         return false;
     reader->bell = fds[1];
     reader->writer_bell = fds[2];
     fds[1] = fds[2] = -1;
-    return !pdd_copying_listen(port->copying, reader->bell, &reader->bell_tag);
+    if (pdd_copying_listen(port->copying, reader->bell, &reader->bell_tag))
+        return false;
+    atomic_store(&reader->ring->accepted, 1);
+    pdd_signal_fd(reader->writer_bell);
+    return true;
 }
 
 static bool take_source(struct reader *reader, const struct copy_message *message, int fd)
@@ -91,6 +95,9 @@ static bool take_source(struct reader *reader, const struct copy_message *messag
         (struct reader_source){.handle = message->source, .base = base, .length_bytes = message->length_bytes};
     return true;
 }
+
+/* Room for as many as the kernel may put there: it fills what alignment leaves. */
+enum { CONTROL_BYTES = CMSG_SPACE(3 * sizeof(int)), MAX_FDS = (CONTROL_BYTES - CMSG_LEN(0)) / sizeof(int) };
 
 static uint32_t take_fds(struct msghdr *header, int *fds)
 {
@@ -111,11 +118,11 @@ static int hear(struct pdd_port *port, struct reader *reader)
     struct iovec data = {.iov_base = &message, .iov_len = sizeof message};
     union {
         struct cmsghdr header;
-        uint8_t bytes[CMSG_SPACE(3 * sizeof(int))];
+        uint8_t bytes[CONTROL_BYTES];
     } control;
     struct msghdr header = {
         .msg_iov = &data, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
-    int fds[3] = {-1, -1, -1};
+    int fds[MAX_FDS];
     ssize_t num_bytes = recvmsg(reader->socket, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     if (num_bytes < 0 && (errno == EAGAIN || errno == EINTR))
         return 0;
@@ -128,6 +135,8 @@ static int hear(struct pdd_port *port, struct reader *reader)
     for (uint32_t i = 0; i < num_fds; i++)
         if (fds[i] >= 0)
             close(fds[i]);
+    if (num_bytes > 0 && !fine)
+        add_stat(&port->stats.num_errors, 1);
     return fine ? 1 : -1;
 }
 

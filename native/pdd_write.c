@@ -82,6 +82,8 @@ void pdd_abandon_write(struct pdd_port *port, struct write *write, int error)
 void pdd_part_done(struct pdd_port *port, struct write *write, int error)
 {
     write->in_flight--;
+    if (!error)
+        write->peer->stuck_since_ns = 0;
     if (error)
         pdd_end_write(port, write, error);
     else if (!write->in_flight && (write->ended || all_posted(write)))
@@ -163,7 +165,7 @@ static int post_next(struct pdd_port *port, struct write *write)
 {
     struct peer *peer = write->peer;
     struct path *path;
-    if (peer->copier && pdd_copier_ready(port, peer->copier))
+    if (peer->copier && pdd_copier_takes(port, peer->copier, write) && pdd_copier_ready(port, peer->copier))
         return pdd_post_copy(port, peer->copier, write);
     while ((path = pdd_choose_path(port, peer))) {
         int rc = pdd_post_message(port, path, write);
@@ -178,14 +180,24 @@ static int post_next(struct pdd_port *port, struct write *write)
     return pdd_has_open_path(peer) ? -FI_EAGAIN : peer->error ? -peer->error : -EHOSTUNREACH;
 }
 
+/* Nothing has gone out or come back for long, though there may always be a path that is being tried. */
+static bool is_stuck(const struct pdd_port *port, struct peer *peer)
+{
+    if (!peer->stuck_since_ns)
+        peer->stuck_since_ns = port->now_ns;
+    return port->now_ns - peer->stuck_since_ns > MAX_SILENCE_NS;
+}
+
 static unsigned post_peer(struct pdd_port *port, struct peer *peer)
 {
     unsigned num_posted = 0;
     while (num_posted < POSTS_PER_TURN && !list_empty(&peer->ready)) {
         struct write *write = (struct write *)peer->ready.next;
         int rc = post_next(port, write);
-        if (rc == -FI_EAGAIN)
+        if (rc == -FI_EAGAIN && (num_posted || !is_stuck(port, peer)))
             break;
+        if (rc == -FI_EAGAIN)
+            rc = peer->error ? -peer->error : -ETIMEDOUT;
         if (rc < 0) {
             pdd_end_write(port, write, -rc);
         } else if (!rc) {
@@ -193,6 +205,8 @@ static unsigned post_peer(struct pdd_port *port, struct peer *peer)
             place_write(port, write);
         }
     }
+    if (num_posted)
+        peer->stuck_since_ns = 0;
     if (num_posted && peer->copier)
         pdd_announce_copies(peer->copier);
     return num_posted;
@@ -204,7 +218,11 @@ unsigned pdd_post(struct pdd_port *port)
     unsigned num_posted = 0;
     for (uint32_t i = 0; i < port->num_peers; i++) {
         struct peer *peer = &port->peers[i];
-        if (peer->place.handle && !list_empty(&peer->ready))
+        if (!peer->place.handle)
+            continue;
+        if (list_empty(&peer->ready))
+            peer->stuck_since_ns = 0;
+        else
             num_posted += post_peer(port, peer);
     }
     return num_posted;

@@ -12,6 +12,8 @@ import msgspec
 
 from pdd.bench.contender import Contender, ContenderFailed, Route, Running
 from pdd.bench.machine import Machine
+from pdd.bench.peers.pair import Took
+from pdd.bench.posting import Posting
 
 WARM_UP_ROUNDS = 1
 
@@ -26,6 +28,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Of one page, for the latency, in as many turns as there are rounds."""
 
 
+def percentile(values: Sequence[float], percent: int) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, round(percent / 100 * len(ordered)))]
+
+
 class Series(msgspec.Struct, frozen=True, kw_only=True):
     """What one contender did with one size of pages."""
 
@@ -35,6 +42,8 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     """Of one round; 1: this is about latency."""
     seconds: list[float]
     """One for each round, in order."""
+    looped_seconds: list[float] = []
+    """Likewise, until an asyncio loop in the target's process had been told; empty for those that have none."""
 
     @property
     def gigabytes_per_s(self) -> list[float]:
@@ -46,8 +55,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
         return statistics.median(self.gigabytes_per_s)
 
     def percentile_s(self, percent: int) -> float:
-        ordered = sorted(self.seconds)
-        return ordered[min(len(ordered) - 1, round(percent / 100 * len(ordered)))]
+        return percentile(self.seconds, percent)
 
 
 class Ratio(msgspec.Struct, frozen=True):
@@ -78,6 +86,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     left_out: list[LeftOut]
     throughput: list[Series]
     latency: list[Series]
+    posting: Posting | None = None
+    """pdd's own, without any other process."""
 
     def names(self, route: Route) -> list[str]:
         return [each.contender.name for each in self.entrants if each.contender.route is route]
@@ -109,21 +119,27 @@ class Race:
 
     def series(self, page_bytes: int, num_pages: int, turns: Sequence[int]) -> list[Series]:
         """One turn of each, of so many rounds, and again; the first turn warms up."""
-        found: dict[str, list[float]] = {each.contender.name: [] for each in self.runners}
+        found: dict[str, list[Took]] = {each.contender.name: [] for each in self.runners}
         for number, count in enumerate((WARM_UP_ROUNDS, *turns)):
             for each in tuple(self.runners):
-                seconds = self._turn(each, page_bytes, num_pages, count)
-                if number and seconds:
-                    found[each.contender.name] += seconds
+                took = self._turn(each, page_bytes, num_pages, count)
+                if number:
+                    found[each.contender.name] += took
         return [
-            Series(contender=name, page_bytes=page_bytes, num_pages=num_pages, seconds=seconds)
-            for name, seconds in found.items()
+            Series(
+                contender=name,
+                page_bytes=page_bytes,
+                num_pages=num_pages,
+                seconds=[each.seconds for each in took],
+                looped_seconds=[each.looped_seconds for each in took if each.looped_seconds is not None],
+            )
+            for name, took in found.items()
             if name not in self.failures
         ]
 
-    def _turn(self, each: Running, page_bytes: int, num_pages: int, count: int) -> list[float]:
+    def _turn(self, each: Running, page_bytes: int, num_pages: int, count: int) -> list[Took]:
         try:
-            return each.seconds(page_bytes, num_pages, count)
+            return each.turn(page_bytes, num_pages, count)
         except ContenderFailed as error:
             self.failures[each.contender.name] = f"{error} ({num_pages} pages of {page_bytes} bytes)"
             self.runners.remove(each)

@@ -20,7 +20,7 @@ import msgspec
 
 import pdd
 from pdd.base.errors import PddError
-from pdd.bench.peers.pair import Complaint, Line
+from pdd.bench.peers.pair import Complaint, Line, Took
 
 PATIENCE_S = 120.0
 """For one answer: a slow peer on a busy machine needs a while for a round of small pages."""
@@ -178,16 +178,16 @@ class Running:
             start_new_session=True,
         )
 
-    def seconds(self, page_bytes: int, num_pages: int, count: int) -> list[float]:
-        """Its turn: moves the pages `count` times. Raises ContenderFailed."""
+    def turn(self, page_bytes: int, num_pages: int, count: int) -> list[Took]:
+        """Moves the pages `count` times. Raises ContenderFailed."""
         self._signal(signal.SIGCONT)
         try:
             self._line.say([page_bytes, num_pages, count])
         except OSError as error:
             raise ContenderFailed(f"it has ended: {self._last_words()}") from error
-        seconds: list[float] = self._hear()["seconds"]
+        took = [Took(*each) for each in self._hear()["took"]]
         self._signal(signal.SIGSTOP)
-        return seconds
+        return took
 
     def _hear(self) -> dict[str, Any]:
         try:

@@ -12,6 +12,8 @@ import ctypes
 import select
 import shutil
 import sys
+from array import array
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +28,7 @@ from pdd.bench.contender import COPY, PEERS, Contender, ContenderMissing, Runnin
 from pdd.bench.machine import describe, this_machine
 from pdd.bench.peers.pair import Arena, Line
 from pdd.bench.plot import check_plot, plot
+from pdd.bench.posting import measure_posting
 from pdd.fabric.libfabric import PROVIDERS, LibfabricPort
 from pdd.fabric.port import CountReached, Piece, Token, Write, WriteDone
 from pdd.memory.arena import SharedMemory
@@ -66,7 +69,7 @@ class End:
         line.say(self.memory.address.hex())
         self.peer = self.port.add_peer(bytes.fromhex(line.hear()))
 
-    def spec(self, immediate: Immediate, page_bytes: int, target_pages: tuple[int, ...]) -> Write:
+    def spec(self, immediate: Immediate, page_bytes: int, target_pages: Sequence[int]) -> Write:
         return Write(
             token=Token(immediate),
             peer=self.peer,
@@ -79,8 +82,8 @@ class End:
             target_base=0,
             target_layer_bytes=self.arena_bytes,
             target_page_bytes=page_bytes,
-            source_pages=tuple(range(len(target_pages))),
-            target_pages=target_pages,
+            source_pages=array("I", range(len(target_pages))),
+            target_pages=array("I", target_pages),
             pieces=pieces_of(page_bytes),
         )
 
@@ -177,6 +180,8 @@ def run(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         runners, left_out = _open(arguments, plan, stack)
         report = measure(runners, left_out, machine, plan, _progress)
+    posting = measure_posting(PROVIDERS[Provider.TCP], plan.num_writes)
+    report = msgspec.structs.replace(report, posting=posting)
     if arguments.plot is not None:
         plot(report, arguments.plot)
     if arguments.json:
@@ -184,4 +189,5 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(describe(machine))
         print(*(beside(report) if arguments.vs else alone(report)), sep="\n")
+        print(posting.text())
     return int(any(each.failure for each in report.entrants))

@@ -20,7 +20,7 @@ import re
 import select
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -46,6 +46,7 @@ HEAD_DIM, LATENT_DIM = 128, 576
 SOURCE, TARGET = Incarnation("5" * 16), Incarnation("7" * 16)
 REPLICA = ReplicaName("bench/0")
 Bytes = npt.NDArray[np.uint8]
+OpenPort = Callable[[str, Sequence[str]], LibfabricPort]
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,11 +83,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 class Side:
     """A replica set: arenas, a port over `num_nics` addresses for each, and their messengers."""
 
-    def __init__(self, provider: str, shape: KvShape, num_nics: int = 1) -> None:
+    def __init__(self, provider: str, shape: KvShape, num_nics: int = 1, open_port: OpenPort = LibfabricPort) -> None:
         self.shape = shape
         self.arenas = [Arena(shape.layout.arena_bytes) for _ in range(shape.tp)]
         hosts = [f"127.0.0.{nic + 1}" for nic in range(num_nics)]
-        self.ports = [LibfabricPort(provider, hosts) for _ in range(shape.tp)]
+        self.ports = [open_port(provider, hosts) for _ in range(shape.tp)]
         messengers = [Messenger(port, shape.layout, arena.address)
                       for port, arena in zip(self.ports, self.arenas, strict=True)]  # fmt: skip
         self.group = MessengerGroup(shape, messengers)
@@ -112,10 +113,20 @@ class Pair:
     """A source, a target, and handoffs of `num_tokens` positions from one to the other."""
 
     def __init__(
-        self, name: str, provider: str, source: KvShape, target: KvShape, num_tokens: int, *, nics: int
+        self,
+        name: str,
+        provider: str,
+        source: KvShape,
+        target: KvShape,
+        num_tokens: int,
+        *,
+        nics: int,
+        open_port: OpenPort = LibfabricPort,
     ) -> None:
         self.name = name
-        self.source, self.target = Side(provider, source, nics), Side(provider, target, nics)
+        self.announce_s: list[float] = []
+        """Of each round: what the source's call took."""
+        self.source, self.target = Side(provider, source, nics, open_port), Side(provider, target, nics)
         self.num_tokens = num_tokens
         rng = np.random.default_rng(0)
         self.source_pages = rng.permutation(source.layout.num_pages).tolist()
@@ -144,10 +155,10 @@ class Pair:
         )
         self._num_rounds += 1
         self.source.group.accept(ticket, TARGET, shape)
+        pages = tuple(map(PageId, self.source_pages))
         start_s = time.monotonic()
-        self.source.group.announce(
-            request, 0, self.num_tokens, last=True, pages=tuple(map(PageId, self.source_pages)), counter_base=None
-        )
+        self.source.group.announce(request, 0, self.num_tokens, last=True, pages=pages, counter_base=None)
+        self.announce_s.append(time.monotonic() - start_s)
         arrived = self._finish()
         self.target.group.forget(request)
         return arrived.last_s - start_s

@@ -106,7 +106,7 @@ class PortSender:
     def __init__(self, end: End, counter: Counter, page_bytes: int, num_pages: int) -> None:
         self._end, self._counter = end, counter
         self._watch = end.port.watch(counter.address, counter.wake_fd)
-        self._spec = partial(end.spec, page_bytes=page_bytes, target_pages=tuple(range(num_pages)))
+        self._spec = partial(end.spec, page_bytes=page_bytes, target_pages=range(num_pages))
 
     def arm(self, number: int) -> None:
         write: Write = self._spec(immediate_of(number))

@@ -50,10 +50,13 @@ def status(sockets: Sockets) -> Answer:
     replies, errors = _ask_all(sockets, AdminRequest(command="status"), Status)
     nodes = [_node_row(node, found) for node, found in replies.items()]
     replicas = [_replica_row(replica) for found in replies.values() for replica in found.replicas]
+    nics = [row for found in replies.values() for replica in found.replicas for row in _nic_rows(replica)]
     counters = [(n, name, value) for n, s in replies.items() for name, value in sorted(s.counters.items()) if value]
     parts = [table(_NODE_HEADER, nodes)]
     if replicas:
         parts.append(table(_REPLICA_HEADER, replicas))
+    if nics:
+        parts.append(table(_NIC_HEADER, nics))
     if counters:
         parts.append(table(("NODE", "COUNTED SINCE THE START", ""), counters))
     return Answer([to_data(found) for found in replies.values()], _text(parts, replies), errors)
@@ -62,8 +65,10 @@ def status(sockets: Sockets) -> Answer:
 _NODE_HEADER = ("NODE", "STATE", "MODEL", "HTTP", "UP", "PID", "VERSION", "WHY")
 _REPLICA_HEADER = (
     *("REPLICA", "ROLE", "STATE", "RUNNING", "QUEUED", "FREE", "CACHED", "QUARANTINED", "PAGES"),
-    *("STEPS", "FABRIC", "NICS", "GB/S", "WHY"),
+    *("STEPS", "FABRIC", "NICS", "GB/S", "COPIED", "FAILED PATHS", "WHY"),
 )
+_NIC_HEADER = ("REPLICA", "RANK", "NIC", "ADDRESS", "SENT", "ARRIVED PIECES", "FAILED PATHS")
+"""Shown where a rank has several: which of them carries, and which fails."""
 
 
 def _node_row(node: str, found: Status) -> tuple[object, ...]:
@@ -75,10 +80,22 @@ def _node_row(node: str, found: Status) -> tuple[object, ...]:
 def _replica_row(replica: ReplicaStatus) -> tuple[object, ...]:
     rate = replica.fabric_gigabytes_per_s
     pages = (replica.free_pages, replica.cached_pages, replica.quarantined_pages, replica.num_pages)
+    copied = mebibytes(replica.copied_bytes) if replica.copied_bytes else ""
+    failed_paths = sum(nic.failed_paths for nic in replica.nics) if replica.nics else None
     return (
         *(replica.name, replica.role, replica.state, replica.num_running, replica.num_queued, *pages, replica.steps),
-        *(replica.provider, len(replica.nics) or None, "" if rate is None else f"{rate:.2f}", replica.reason),
+        *(replica.provider, len(replica.nics) or None, "" if rate is None else f"{rate:.2f}", copied, failed_paths),
+        replica.reason,
     )
+
+
+def _nic_rows(replica: ReplicaStatus) -> list[tuple[object, ...]]:
+    if not any(nic.nic for nic in replica.nics):
+        return []
+    return [
+        (replica.name, nic.rank, nic.nic, nic.host, mebibytes(nic.sent_bytes), nic.arrived_pieces, nic.failed_paths)
+        for nic in replica.nics
+    ]
 
 
 def requests(sockets: Sockets) -> Answer:

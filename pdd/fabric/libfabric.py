@@ -13,11 +13,11 @@ import os
 import random
 import re
 import select
+import struct
 import time
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pdd._fabric import ffi, lib
 from pdd.base.errors import FabricBusy, FabricError, FabricUnavailable
@@ -52,6 +52,11 @@ PROVIDERS = {
 library from 1.17 on lacks both of the others."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (where the shm provider keeps its endpoints)
 MAX_EVENTS = 256
+WRITE = struct.Struct("@8Q7I4x3Q")
+"""struct pdd_write."""
+EVENT = struct.Struct("@IiI4x5Q")
+"""struct pdd_event, without the slot."""
+WRITE_DONE, COUNT_REACHED, STRAY = lib.PDD_WRITE_DONE, lib.PDD_COUNT_REACHED, lib.PDD_STRAY
 MEASURED_PAGES = 512
 MEASURED_PAGE_BYTES = 64 * 1024
 MEASURED_PATIENCE_S = 0.15
@@ -117,7 +122,10 @@ class LibfabricPort:
         """Of each NIC."""
         self._port = ffi.gc(port[0], lib.pdd_free)
         self._events = ffi.new("struct pdd_event[]", MAX_EVENTS)
+        self._event_bytes = ffi.buffer(self._events)
         self._handle = ffi.new("uint32_t *")
+        self._spec = ffi.new("struct pdd_write *")
+        self._spec_bytes = ffi.buffer(self._spec)
 
     @property
     def info(self) -> ProviderInfo:
@@ -188,15 +196,40 @@ class LibfabricPort:
         if len(write.source_pages) != len(write.target_pages):
             numbers = f"{len(write.source_pages)} source pages and {len(write.target_pages)} target pages"
             raise FabricError(f"fabric: write {write.token} has {numbers}: they must be as many", errno.EINVAL)
+        # No loop over pages, and no copy of those that come as planned: the library makes its own.
         try:
-            # Three bulk copies and no loop over pages; the library copies once more.
-            source_pages = ffi.from_buffer("uint32_t[]", array("I", write.source_pages))
-            target_pages = ffi.from_buffer("uint32_t[]", array("I", write.target_pages))
-            pieces = ffi.new("struct pdd_piece[]", [_piece_fields(piece) for piece in write.pieces])
-            spec = ffi.new("struct pdd_write *", _write_fields(write, source_pages, target_pages, pieces))
-        except OverflowError as error:
+            source_pages, target_pages = _as_array(write.source_pages), _as_array(write.target_pages)
+            pieces = array("Q", [number for piece in write.pieces for number in _piece_fields(piece)])
+            self._pack_write(write, source_pages, target_pages, pieces)
+        except (OverflowError, struct.error) as error:
             raise FabricError(f"fabric: write {write.token}: {error}", errno.EINVAL) from error
-        _check(lib.pdd_submit(self._port, spec), f"write {write.token}")
+        _check(lib.pdd_submit(self._port, self._spec), f"write {write.token}")
+
+    def _pack_write(self, write: Write, source_pages: array[int], target_pages: array[int], pieces: array[int]) -> None:
+        """Fills in `_spec` at once: as a dictionary of fields it would take several times as long. The caller keeps the
+        arrays alive."""
+        WRITE.pack_into(
+            self._spec_bytes,
+            0,
+            write.token,
+            write.source_base,
+            write.source_layer_bytes,
+            write.source_page_bytes,
+            write.target_base,
+            write.target_layer_bytes,
+            write.target_page_bytes,
+            write.counter_base,
+            write.peer,
+            write.memory,
+            write.watch or 0,
+            write.immediate,
+            write.num_layers,
+            len(source_pages),
+            len(write.pieces),
+            source_pages.buffer_info()[0],
+            target_pages.buffer_info()[0],
+            pieces.buffer_info()[0],
+        )
 
     def cancel(self, token: Token) -> None:
         lib.pdd_cancel(self._port, token)
@@ -209,50 +242,31 @@ class LibfabricPort:
         number = MAX_EVENTS
         while number == MAX_EVENTS:
             number = lib.pdd_drain(self._port, self._events, MAX_EVENTS)
-            found += [_event(self._events[i]) for i in range(number)]
+            found += [_event(fields) for fields in EVENT.iter_unpack(self._event_bytes[: number * EVENT.size])]
         return found
 
     def close(self) -> None:
         lib.pdd_close(self._port)
 
 
+def _as_array(pages: Sequence[int]) -> array[int]:
+    """Raises OverflowError for numbers that do not fit 32 bits."""
+    return pages if isinstance(pages, array) and pages.typecode == "I" else array("I", pages)
+
+
 def _piece_fields(piece: Piece) -> tuple[int, int, int]:
     return piece.source_offset_bytes, piece.target_offset_bytes, piece.length_bytes
 
 
-def _write_fields(write: Write, source_pages: Any, target_pages: Any, pieces: Any) -> dict[str, Any]:
-    """The fields of struct pdd_write; the caller keeps the arrays alive."""
-    return {
-        "token": write.token,
-        "source_base": write.source_base,
-        "source_layer_bytes": write.source_layer_bytes,
-        "source_page_bytes": write.source_page_bytes,
-        "target_base": write.target_base,
-        "target_layer_bytes": write.target_layer_bytes,
-        "target_page_bytes": write.target_page_bytes,
-        "counter_base": write.counter_base,
-        "peer": write.peer,
-        "memory": write.memory,
-        "watch": write.watch or 0,
-        "immediate": write.immediate,
-        "num_layers": write.num_layers,
-        "num_pages": len(write.source_pages),
-        "num_pieces": len(write.pieces),
-        "source_pages": source_pages,
-        "target_pages": target_pages,
-        "pieces": pieces,
-    }
-
-
-def _event(event: Any) -> Event:
-    if event.kind == lib.PDD_WRITE_DONE:
-        first_s = event.first_ns * NS if event.first_ns else None
-        return WriteDone(Token(event.token), event.error, event.num_pieces, event.num_bytes, first_s)
-    if event.kind == lib.PDD_COUNT_REACHED:
-        return CountReached(Immediate(event.immediate), event.first_ns * NS, event.last_ns * NS)
-    if event.kind == lib.PDD_STRAY:
-        return StrayWrite(Immediate(event.immediate), event.num_pieces)
-    return PortFailed(event.error)
+def _event(fields: tuple[int, ...]) -> Event:
+    kind, error, immediate, token, num_pieces, num_bytes, first_ns, last_ns = fields
+    if kind == COUNT_REACHED:
+        return CountReached(Immediate(immediate), first_ns * NS, last_ns * NS)
+    if kind == WRITE_DONE:
+        return WriteDone(Token(token), error, num_pieces, num_bytes, first_ns * NS if first_ns else None)
+    if kind == STRAY:
+        return StrayWrite(Immediate(immediate), num_pieces)
+    return PortFailed(error)
 
 
 def measure(port: LibfabricPort) -> float | None:

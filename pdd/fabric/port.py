@@ -10,6 +10,7 @@ One port serves one rank, over all of its NICs. Calls are made from one thread (
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NewType, Protocol
 
 import msgspec
@@ -56,7 +57,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_paths: int
     """Pairs of a NIC of ours and one of the peer's."""
     num_open: int
-    """Of those; the others have failed and are tried again later."""
+    """Of those; the others have failed and not worked since, though messages try them now and then."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -88,8 +89,9 @@ class Write(msgspec.Struct, frozen=True, kw_only=True):
     target_base: int
     target_layer_bytes: int
     target_page_bytes: int
-    source_pages: tuple[int, ...]
-    target_pages: tuple[int, ...]
+    source_pages: Sequence[int]
+    target_pages: Sequence[int]
+    """Both are best an array("I"), which needs no conversion; neither is changed or kept after `FabricPort.write`."""
     pieces: tuple[Piece, ...]
     watch: Watch | None = None
     counter_base: int = 0

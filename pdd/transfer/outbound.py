@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
 import msgspec
 
 from pdd.base.errors import InvariantBroken
@@ -42,7 +45,7 @@ class Outbound:
         self.stopping = False
         self._own = own
         self._target = target
-        self._target_pages = ticket.target_pages
+        self._target_pages = array("I", ticket.target_pages)
         self._first_page = lacking_pages(target.layout, ticket.start_token, num_tokens).start
         self._next_block = self._blocks.start
         self._pieces = {leg: leg_pieces(own, target, leg) for leg in self.legs}
@@ -66,10 +69,11 @@ class Outbound:
         self._check(chunk, done)
         self._next_block = blocks.stop
         parcels: dict[int, list[Parcel]] = {}
+        chunk_pages = array("I", chunk.pages)
         first_page = chunk.start // self._own.layout.page_tokens
         for pairs in page_pairs(self._own, self._target, blocks):
-            source_pages = tuple(chunk.pages[page - first_page] for page in pairs.source_pages)
-            target_pages = tuple(self._target_pages[page - self._first_page] for page in pairs.target_pages)
+            source_pages = _pick(chunk_pages, pairs.source_pages, first_page)
+            target_pages = _pick(self._target_pages, pairs.target_pages, self._first_page)
             for leg in self.legs:
                 parcel = Parcel(
                     target_rank=leg.target_rank,
@@ -84,7 +88,7 @@ class Outbound:
         whole = done.stop == self._blocks.stop if chunk.last else done.stop <= self._blocks.stop
         layout = self._own.layout
         num_pages = layout.num_pages_for(chunk.end) - chunk.start // layout.page_tokens
-        pages_fit = num_pages <= len(chunk.pages) and all(0 <= page < layout.num_pages for page in chunk.pages)
+        pages_fit = num_pages <= len(chunk.pages) and _all_below(layout.num_pages, chunk.pages)
         if done.start > self._next_block or not whole or not pages_fit:
             raise InvariantBroken(
                 f"{self.request}: {chunk} was announced when block {self._next_block} of {self._blocks.stop} was the "
@@ -103,3 +107,13 @@ class Outbound:
             )
         num_bytes = sum(it.num_bytes for it in self.ends.values() if isinstance(it, Sent))
         return Sent(request=self.request, immediate=self.immediate, num_pieces=num_pieces, num_bytes=num_bytes)
+
+
+def _pick(pages: array[int], places: range, first_place: int) -> array[int]:
+    """Those at some places of a sequence; `pages` are those from `first_place` on."""
+    return pages[places.start - first_place : places.stop - first_place : places.step]
+
+
+def _all_below(limit: int, pages: Sequence[int]) -> bool:
+    """In C: chunks have a thousand pages, and nothing computes while their numbers are looked at."""
+    return not pages or (min(pages) >= 0 and max(pages) < limit)

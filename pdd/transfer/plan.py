@@ -56,9 +56,9 @@ class PagePairs(msgspec.Struct, frozen=True):
     """Blocks of one phase: what travels between the two pages of each pair are the same pieces."""
 
     phase: int
-    source_pages: tuple[int, ...]
+    source_pages: range
     """By their place in the sequence."""
-    target_pages: tuple[int, ...]
+    target_pages: range
 
 
 def incompatibilities(source: KvShape, target: KvShape) -> tuple[str, ...]:
@@ -153,9 +153,16 @@ def page_pairs(source: KvShape, target: KvShape, blocks: range) -> Iterator[Page
         same = range(first, blocks.stop, phases)
         yield PagePairs(
             phase=first % phases,
-            source_pages=tuple(block * size // source.layout.page_tokens for block in same),
-            target_pages=tuple(block * size // target.layout.page_tokens for block in same),
+            source_pages=_places(same, size, source.layout.page_tokens),
+            target_pages=_places(same, size, target.layout.page_tokens),
         )
+
+
+def _places(same: range, size: int, page_tokens: int) -> range:
+    """Of the pages where blocks of one phase lie: every so many pages are as large as a block, all others follow each
+    other."""
+    first, step = same.start * size // page_tokens, same.step * size // page_tokens
+    return range(first, first + step * len(same), step)
 
 
 # Bytes.

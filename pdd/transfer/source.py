@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import msgspec
 
-from pdd.base.ids import Immediate, Incarnation, PageId, ReplicaName, RequestId
+from pdd.base.ids import Immediate, Incarnation, ReplicaName, RequestId
 from pdd.fabric.port import Memory, Peer, Piece, Token, Watch, Write
 from pdd.memory.layout import KvLayout
 from pdd.transfer.events import Sent, Stopped
@@ -40,8 +41,9 @@ class Parcel(msgspec.Struct, frozen=True, kw_only=True):
     """Page pairs that travel to one target rank, all by the same pieces."""
 
     target_rank: int
-    source_pages: tuple[PageId, ...]
-    target_pages: tuple[PageId, ...]
+    source_pages: array[int]
+    target_pages: array[int]
+    """Arrays of "I", of PageIds."""
     pieces: tuple[Piece, ...]
 
 

@@ -12,10 +12,8 @@ failure; `PDD_CHAOS_STATES=all` runs them all, a number draws those of that seed
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
-import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,10 +22,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from cluster import ENDED, HANDOFF_ALL, TOY_MODEL, Cluster, MakeCluster, eventually, free_ports, prompt
+from cluster import ENDED, HANDOFF_ALL, Cluster, MakeCluster, eventually, free_ports, prompt
 from cluster import prefill_and_decode as nodes_here
 from expected import Toy
 from namespaces import Namespaces, nodes_in
+from wide_toy import wide_toy
+
+__all__ = ["wide_toy"]
 
 PROMPT_TOKENS = 1025
 """One chunk, 16 MiB of KV: more than sockets hold, so that writes to a stopped process stay on their way."""
@@ -36,17 +37,6 @@ LEASE_S = 10.0
 SECTIONS = {"handoff": {**HANDOFF_ALL, "lease_s": LEASE_S}, "cluster": {"heartbeat_s": 0.2, "silence_s": 1.5}}
 FAULTS = ("SIGKILL", "SIGSTOP", "cut")
 LOST = {"no_path", "replica_failed", "going_down"}
-
-
-@pytest.fixture
-def wide_toy(tmp_path: Path) -> Path:
-    """Slow, and with much KV for each token."""
-    directory = tmp_path / "wide-toy"
-    shutil.copytree(TOY_MODEL, directory)
-    config = json.loads((directory / "config.json").read_text())
-    config |= {"num_hidden_layers": 2, "head_dim": 512, "hidden_size": 1024, "toy_layer_seconds": 0.1}
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
 
 
 class Missed(Exception):

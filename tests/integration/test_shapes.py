@@ -93,6 +93,7 @@ async def test_data_parallel_decoders_share_the_requests(
 
 
 TWO_NICS = ["127.0.0.1", "127.0.0.2"]
+OVER_NICS = {"same_host": "fabric"}
 
 
 async def moved(cluster: Cluster, node: str) -> dict[tuple[int, str], int]:
@@ -108,7 +109,7 @@ async def test_several_nics_carry_a_prompt(
     make_cluster: MakeCluster, tmp_path: Path, expected: list[str], kv_heads: int, decode_nics: list[str]
 ) -> None:
     nodes = shaped({"parallel": {"tp": 2}, "nics": [TWO_NICS, TWO_NICS]}, {"nics": [decode_nics]})
-    async with make_cluster(nodes, toy(tmp_path, kv_heads), handoff=HANDOFF_ALL) as cluster:
+    async with make_cluster(nodes, toy(tmp_path, kv_heads), handoff=HANDOFF_ALL, fabric=OVER_NICS) as cluster:
         before = await moved(cluster, "prefill0")
         assert await answers(cluster, 12) == expected
         sent = {key: number - before[key] for key, number in (await moved(cluster, "prefill0")).items()}
@@ -125,7 +126,7 @@ async def test_one_nic_sends_to_two(
     make_cluster: MakeCluster, tmp_path: Path, expected: list[str], kv_heads: int
 ) -> None:
     nodes = shaped({}, {"parallel": {"tp": 2}, "nics": [TWO_NICS, TWO_NICS]})
-    async with make_cluster(nodes, toy(tmp_path, kv_heads), handoff=HANDOFF_ALL) as cluster:
+    async with make_cluster(nodes, toy(tmp_path, kv_heads), handoff=HANDOFF_ALL, fabric=OVER_NICS) as cluster:
         assert await answers(cluster, 12) == expected
         arrived = await moved(cluster, "decode0")
         assert len(arrived) == 4

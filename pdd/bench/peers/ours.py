@@ -1,11 +1,19 @@
-"""pdd's own port among its peers: one `write` a round; the target knows by its count. `variant` names the provider."""
+"""pdd's own port among its peers: one `write` a round; the target knows by its count. `variant` names the provider.
+
+The target waits as a daemon does, with its port among the readers of an asyncio loop; but a round ends when the port's
+own thread has counted the last piece, as it is for a peer that polls.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 
+import uvloop
+
 from pdd.base.ids import Immediate
-from pdd.bench.fabric import End, pieces_of
+from pdd.bench.fabric import PATIENCE_S, End, pieces_of
 from pdd.bench.peers import pair
 from pdd.bench.peers.pair import Line, Round, Seen
 from pdd.fabric.immediate import NUM_GENERATIONS, pack
@@ -23,7 +31,7 @@ class Source(pair.Source):
         self._write: Write | None = None
 
     def prepare(self, job: Round, target_pages: Sequence[int]) -> None:
-        self._write = self._end.spec(_immediate(job), job.page_bytes, tuple(target_pages))
+        self._write = self._end.spec(_immediate(job), job.page_bytes, target_pages)
 
     def write(self) -> None:
         assert self._write is not None
@@ -40,14 +48,24 @@ class Target(pair.Target):
     def __init__(self, variant: str, arena_bytes: int, line: Line) -> None:
         self._end = End(variant, arena_bytes, line)
         self.arena = self._end.arena
+        self._loop = uvloop.new_event_loop()
+        self._loop.add_reader(self._end.port.fileno(), self._poll)
+        self._reached: asyncio.Future[Seen] = self._loop.create_future()
         info = self._end.port.info
         self.version = f"{info.provider}, libfabric {info.library_version}, up to {info.pages_per_write} pages a write"
 
     def prepare(self, job: Round, target_pages: Sequence[int]) -> None:
+        self._reached = self._loop.create_future()
         self._end.port.expect(_immediate(job), job.num_pages * len(pieces_of(job.page_bytes)))
 
     def wait(self) -> Seen:
-        return Seen(end_s=self._end.wait(CountReached).last_s)
+        return self._loop.run_until_complete(asyncio.wait_for(self._reached, PATIENCE_S))
+
+    def _poll(self) -> None:
+        for event in self._end.port.events():
+            if isinstance(event, CountReached):
+                self._reached.set_result(Seen(end_s=event.last_s, looped_s=time.monotonic()))
 
     def close(self) -> None:
+        self._loop.close()
         self._end.port.close()

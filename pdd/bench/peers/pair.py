@@ -126,10 +126,12 @@ class Source(Protocol):
 
 
 class Seen(NamedTuple):
-    """time.monotonic() of a round's begin and end where the target saw them; the source's own stand in for None."""
+    """time.monotonic() of a round's begin and end where the target saw them; the source's own stand in for None.
+    `looped_s`: when an asyncio loop in the target's process had been told of the end, where there is one."""
 
     start_s: float | None = None
     end_s: float | None = None
+    looped_s: float | None = None
 
 
 class Target(Protocol):
@@ -187,18 +189,24 @@ def serve_source(source: Source, line: Line) -> None:
         line.say([start_s, time.monotonic()])
 
 
-def seconds_of(job: Round, target: Target, line: Line) -> float:
-    """One round, from before the first page is posted until all are known to be there. Raises RuntimeError when they
-    are not."""
+class Took(NamedTuple):
+    """From before the first page is posted until all are known to be there, and until an asyncio loop knew it."""
+
+    seconds: float
+    looped_seconds: float | None
+
+
+def measure_round(job: Round, target: Target, line: Line) -> Took:
+    """Raises RuntimeError when the pages are not there at the end."""
     line.say(job)
     target_pages = job.target_pages()
     target.prepare(job, target_pages)
     line.hear()
     line.say("go")
     seen = target.wait()
-    start_s, end_s = (theirs if own is None else own for own, theirs in zip(seen, line.hear(), strict=True))
+    start_s, end_s = (theirs if own is None else own for own, theirs in zip(seen[:2], line.hear(), strict=True))
     check(target.arena.view, job, target_pages)
-    return float(end_s - start_s)
+    return Took(end_s - start_s, None if seen.looped_s is None else seen.looped_s - start_s)
 
 
 def serve_target(target: Target, line: Line, bench: Line) -> None:
@@ -208,7 +216,7 @@ def serve_target(target: Target, line: Line, bench: Line) -> None:
         page_bytes, num_pages, count = bench.hear()
         jobs = [Round(number + i, page_bytes, num_pages) for i in range(count)]
         number += count
-        bench.say({"seconds": [seconds_of(job, target, line) for job in jobs]})
+        bench.say({"took": [measure_round(job, target, line) for job in jobs]})
 
 
 def _die_with_parent() -> None:

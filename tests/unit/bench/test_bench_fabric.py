@@ -32,6 +32,13 @@ def test_machine_limits_beside_pdd(capsys: pytest.CaptureFixture[str]) -> None:
         (name, 1, 4) for name in names
     ]
     assert all(seconds > 0 for each in report.throughput for seconds in each.seconds)
+    for each in report.latency:  # only pdd's own targets run a loop
+        assert len(each.looped_seconds) == (4 if each.contender.startswith("pdd") else 0)
+        assert all(looped > plain for looped, plain in zip(each.looped_seconds, each.seconds, strict=False))
+    assert report.posting is not None
+    posting = report.posting
+    assert len(posting.write) == len(posting.write_waking) == len(posting.announce_waking) == 4
+    assert all(0 < part < whole for part, whole in zip(posting.write_waking, posting.announce_waking, strict=True))
     assert not report.left_out
 
 
@@ -50,7 +57,10 @@ def test_what_is_not_there_is_left_out_with_a_line(
 
 def test_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--provider", "net,tcp") == 0
-    assert "until the target has counted every page" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "until the target has counted every page" in out
+    assert "times as long" in out
+    assert "Python cost of one write of 1000 pages" in out
 
 
 def test_a_provider_that_is_not_there_is_an_error() -> None:

@@ -203,6 +203,32 @@ def test_status_of_every_node_found(start: Start, capsys: pytest.CaptureFixture[
     assert "strays" not in shown, "counters at zero only take room"
 
 
+def test_status_tells_copies_failed_paths_and_each_of_several_nics(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = status("decode0")
+    nics = tuple(
+        NicStatus(
+            rank=0, nic=nic, host=f"10.0.{nic}.1", sent_bytes=nic << 20, arrived_pieces=40 + nic, failed_paths=3 * nic
+        )
+        for nic in range(2)
+    )
+    replica = msgspec.structs.replace(found.replicas[0], nics=nics, copied_bytes=5 << 20)
+    start("decode0", replies(msgspec.structs.replace(found, replicas=(replica,))))
+    assert main(["status"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    [shown] = [row for row in rows if row[:2] == ["decode0/0", "decode"]]
+    assert shown[-4:] == ["2.50", "5.0", "MiB", "3"]
+    assert ["decode0/0", "0", "0", "10.0.0.1", "0.0", "MiB", "40", "0"] in rows
+    assert ["decode0/0", "0", "1", "10.0.1.1", "1.0", "MiB", "41", "3"] in rows
+
+
+def test_one_nic_a_rank_has_no_table_of_its_own(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    start("decode0", replies(status("decode0")))
+    assert main(["status"]) == 0
+    assert "ARRIVED PIECES" not in capsys.readouterr().out
+
+
 def test_json_and_yaml_have_the_same_shape_for_one_node_and_for_many(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ import mmap
 import random
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdd.base.ids import Immediate
@@ -151,11 +151,11 @@ def make_bench(kind: str) -> Bench:
     return Bench(kind, lambda max_writes: open_kind(kind, max_writes), lambda: None)
 
 
-def open_kind(kind: str, max_writes: int = 4096) -> LibfabricPort:
-    """A port of a provider, over two NICs, or one whose peers copy."""
+def open_kind(kind: str, max_writes: int = 4096, hosts: Sequence[str] = ()) -> LibfabricPort:
+    """A port of a provider, over two NICs, or one whose peers copy. `hosts`: of its NICs, if not those of loopback."""
     providers = "shm" if kind == "shm" else "net,tcp"
-    hosts = ("127.0.0.1", "127.0.0.2") if kind == "two-nics" else ("127.0.0.1",)
-    return LibfabricPort(providers, hosts, copies=kind == "copy", max_writes=max_writes)
+    loopback = ("127.0.0.1", "127.0.0.2") if kind == "two-nics" else ("127.0.0.1",)
+    return LibfabricPort(providers, hosts or loopback, copies=kind == "copy", max_writes=max_writes)
 
 
 def shuffled_pages(seed: int, number: int = NUM_PAGES) -> list[tuple[int, int]]:

@@ -13,13 +13,13 @@ from typing import Any
 from fabric_bench import open_kind
 
 from pdd.base.ids import Immediate
-from pdd.fabric.port import Memory, Peer, Piece, RegisteredMemory, Token, Write, WriteDone
+from pdd.fabric.port import CountReached, Memory, Peer, Piece, RegisteredMemory, Token, Write, WriteDone
 from pdd.memory.arena import SharedMemory
 
 
 class Child:
-    def __init__(self, kind: str, arena_bytes: int, fill: int) -> None:
-        self.port = open_kind(kind)
+    def __init__(self, kind: str, arena_bytes: int, fill: int, *hosts: str) -> None:
+        self.port = open_kind(kind, hosts=hosts)
         fd = SharedMemory.make_fd("arena", arena_bytes)
         self.map = mmap.mmap(fd, arena_bytes)
         self.map[:] = bytes([fill]) * arena_bytes
@@ -35,9 +35,9 @@ class Child:
     def drop(self, peer: int) -> None:
         self.port.drop_peer(Peer(peer))
 
-    def write(self, peer: int, num_writes: int, num_pages: int, page_bytes: int) -> None:
-        """`num_writes` writes of pages 0 to `num_pages`, tokens and immediates by number."""
-        for number in range(num_writes):
+    def write(self, peer: int, num_writes: int, num_pages: int, page_bytes: int, first: int = 0) -> None:
+        """`num_writes` writes of pages 0 to `num_pages`, tokens and immediates by number, from `first` on."""
+        for number in range(first, first + num_writes):
             write = Write(
                 token=Token(number),
                 peer=Peer(peer),
@@ -63,6 +63,29 @@ class Child:
             found += [event for event in self.port.events() if isinstance(event, WriteDone)]
         return [(end.token, end.error, end.num_pieces) for end in found]
 
+    def expect(self, number: int, num_pieces: int) -> None:
+        self.port.expect(Immediate(number << 20), num_pieces)
+
+    def counted(self, number: int, patience_s: float) -> bool:
+        """Waits until the write of that number has arrived whole."""
+        while select.select([self.port], [], [], patience_s)[0]:
+            if any(isinstance(it, CountReached) and it.immediate == number << 20 for it in self.port.events()):
+                return True
+        return False
+
+    def page_is(self, page: int, page_bytes: int, fill: int) -> bool:
+        return self.map[page * page_bytes :][:page_bytes].count(fill) == page_bytes
+
+    def nics(self) -> list[dict[str, int]]:
+        return [self.port.nic_statistics(nic) for nic in range(self.port.info.num_nics)]
+
+    def statistics(self) -> dict[str, int]:
+        return self.port.statistics()
+
+    def way(self, peer: int) -> dict[str, Any]:
+        info = self.port.peer_info(Peer(peer))
+        return {"copies": info.copies, "num_paths": info.num_paths, "num_open": info.num_open}
+
     def run(self) -> None:
         print(json.dumps(self.hello()), flush=True)
         for line in sys.stdin:
@@ -71,4 +94,4 @@ class Child:
 
 
 if __name__ == "__main__":
-    Child(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])).run()
+    Child(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]).run()

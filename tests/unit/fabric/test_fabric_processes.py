@@ -3,48 +3,18 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
+from child_process import Child
 from fabric_bench import ARENA_BYTES, NUM_LAYERS, NUM_PAGES, PATIENCE_S, Bench, make_bench, shuffled_pages
 
 from pdd.base.ids import Immediate
 from pdd.fabric.port import WriteDone
-
-MIB = 1 << 20
-
-
-class Child:
-    """fabric_child.py, and a call at a time to it."""
-
-    def __init__(self, kind: str, arena_bytes: int, fill: int) -> None:
-        program = Path(__file__).with_name("fabric_child.py")
-        command = [sys.executable, str(program), kind, str(arena_bytes), str(fill)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.hello = self._answer()
-        self.address = bytes.fromhex(self.hello["address"])
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-    def call(self, name: str, **arguments: Any) -> Any:
-        assert self.process.stdin is not None
-        print(json.dumps({"call": name, **arguments}), file=self.process.stdin, flush=True)
-        return self._answer()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 @pytest.fixture(params=["tcp", "two-nics", "copy", "shm"])

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 from fabric_bench import NUM_LAYERS, NUM_PAGES, Bench, make_bench
 
+from pdd._fabric import ffi
 from pdd.base.errors import FabricError, FabricUnavailable
 from pdd.fabric.immediate import pack
-from pdd.fabric.libfabric import PROVIDERS, LibfabricPort, measure, sweep_dead_endpoints
+from pdd.fabric.libfabric import EVENT, PROVIDERS, WRITE, LibfabricPort, measure, sweep_dead_endpoints
 from pdd.topology.model import Provider
 
 
@@ -137,6 +138,18 @@ def count_messages(bench: Bench, pages: list[tuple[int, int]]) -> int:
     bench.wait(bench.target_port)
     bench.wait(port)
     return port.statistics()["num_messages"] - before
+
+
+def test_what_is_packed_is_laid_out_as_in_c() -> None:
+    for packed, name in ((WRITE, "struct pdd_write"), (EVENT, "struct pdd_event")):
+        assert packed.size == ffi.sizeof(name)
+    fields = [name for name, _ in ffi.typeof("struct pdd_write").fields if name != "reserved"]
+    spec = ffi.new("struct pdd_write *")
+    WRITE.pack_into(ffi.buffer(spec), 0, *range(1, len(fields) + 1))
+    assert [int(ffi.cast("uintptr_t", getattr(spec, name))) for name in fields] == list(range(1, len(fields) + 1))
+    fields = [name for name, _ in ffi.typeof("struct pdd_event").fields if name != "slot"]
+    event = ffi.new("struct pdd_event *", {name: number for number, name in enumerate(fields)})
+    assert EVENT.unpack(ffi.buffer(event)) == tuple(range(len(fields)))
 
 
 def test_numbers_that_do_not_fit_are_refused() -> None:
