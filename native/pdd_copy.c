@@ -152,7 +152,8 @@ int pdd_post_copy(struct pdd_port *port, struct copier *copier, struct write *wr
 {
     const struct memory *memory = pdd_find_memory(port, write->spec.memory);
     struct batch batch;
-    if (!atomic_load(&copier->ring->accepted) || copier->tail - copier->head == COPY_JOBS || copier->bytes_in_flight >= COPY_BYTES)
+    if (!atomic_load(&copier->ring->accepted) || copier->tail - copier->head == COPY_JOBS ||
+        copier->bytes_in_flight >= COPY_BYTES)
         return -FI_EAGAIN;
     int rc = knows_source(copier, write->spec.memory) ? 0 : send_source(copier, memory);
     if (rc) {

@@ -4,7 +4,7 @@
  *     pdd_submit, pdd_cancel --- commands ---> takes, posts, counts; all of libfabric's data calls
  *     pdd_drain <--------------- events ------ each in a slot that was reserved beforehand
  *     pdd_expect ... <------- one word per immediate -------> count_arrival
- *     pdd_register ... --- a command, and a semaphore ---> control.c
+ *     pdd_register ... --- a command, and a semaphore ---> the functions pdd_do_...
  *
  * Fields are grouped by owner. What the progress thread owns, the caller's thread may read only inside a control call,
  * or when nothing but a control call changes it.
@@ -340,20 +340,23 @@ int pdd_endpoint_open(struct pdd_port *port, struct nic *nic, struct path *path,
 void pdd_endpoint_close(struct endpoint *endpoint);
 int pdd_endpoint_name(const struct endpoint *endpoint, uint8_t *address, size_t *address_bytes);
 
-/* pdd_control.c */
-struct peer *pdd_find_peer(struct pdd_port *port, uint32_t handle);
+/* pdd_memory.c; find on any thread (see above), the rest on the progress thread */
 struct memory *pdd_find_memory(struct pdd_port *port, uint32_t handle);
-struct watch *pdd_find_watch(struct pdd_port *port, uint32_t handle);
-/* from here on the progress thread only */
 int pdd_do_register(struct pdd_port *port, struct call *call);
 int pdd_do_release(struct pdd_port *port, struct call *call);
+int pdd_free_memory(struct pdd_port *port, struct memory *memory);
+
+/* pdd_peer.c, likewise */
+struct peer *pdd_find_peer(struct pdd_port *port, uint32_t handle);
 int pdd_do_add_peer(struct pdd_port *port, struct call *call);
 int pdd_do_drop_peer(struct pdd_port *port, struct call *call);
 int pdd_do_get_peer(struct pdd_port *port, struct call *call);
+void pdd_free_peer(struct pdd_port *port, struct peer *peer);
+
+/* pdd_watch.c, likewise */
+struct watch *pdd_find_watch(struct pdd_port *port, uint32_t handle);
 int pdd_do_watch(struct pdd_port *port, struct call *call);
 int pdd_do_unwatch(struct pdd_port *port, struct call *call);
-void pdd_free_peer(struct pdd_port *port, struct peer *peer);
-int pdd_free_memory(struct pdd_port *port, struct memory *memory);
 
 /* pdd_path.c, on the progress thread */
 int pdd_path_init(struct path *path);

@@ -426,7 +426,7 @@ static uint32_t add_hostile_peer(struct bench *bench, int *listener)
     return peer;
 }
 
-/* Takes the hello; returns the ring. The bells are left alone. */
+/* Takes the hello and lets the writer in; returns the ring. */
 static struct copy_ring *take_ring(int end, int *bell)
 {
     struct copy_message message;
@@ -435,6 +435,7 @@ static struct copy_ring *take_ring(int end, int *bell)
     struct msghdr header = {
         .msg_iov = &data, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
     int fds[3];
+    uint64_t one = 1;
     CHECK(recvmsg(end, &header, MSG_CMSG_CLOEXEC) == sizeof message && message.kind == COPY_HELLO);
     CHECK(CMSG_FIRSTHDR(&header)->cmsg_len == CMSG_LEN(sizeof fds));
     memcpy(fds, CMSG_DATA(CMSG_FIRSTHDR(&header)), sizeof fds);
@@ -444,6 +445,8 @@ static struct copy_ring *take_ring(int end, int *bell)
     close(fds[0]);
     close(fds[1]);
     *bell = fds[2];
+    atomic_store(&ring->accepted, 1);
+    CHECK(write(*bell, &one, sizeof one) == sizeof one);
     return ring;
 }
 
