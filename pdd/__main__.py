@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+# ruff: noqa: E402 - an interrupt while the rest is imported, which takes a while, ends us without a traceback
+import signal
+
+_interrupted = signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import asyncio
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -19,7 +25,7 @@ from pdd.base.process import die_with_parent
 from pdd.bench import soak
 from pdd.daemon.gateway import Gateway
 from pdd.daemon.main import Daemon, check_shapes, max_sequence_tokens
-from pdd.daemon.service import set_up_logs
+from pdd.daemon.service import allow_descriptors, set_up_logs
 from pdd.daemon.up import run_nodes
 from pdd.engine.pack import PackedModel, pack
 from pdd.engine.weights.cache import default_cache
@@ -32,6 +38,8 @@ from pdd.topology.load import load
 from pdd.topology.model import Http, Topology
 from pdd.wire.keyfile import ensure_key, load_key
 from pdd.wire.tls import LinkTls
+
+signal.signal(signal.SIGINT, _interrupted)
 
 _TOPOLOGY = "topology file (YAML)"
 Command = Callable[[argparse.Namespace], int]
@@ -48,6 +56,11 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code if isinstance(error, OperatorError) else 1
     except KeyboardInterrupt:
         return 130
+    except OSError as error:
+        if error.errno not in {errno.EMFILE, errno.ENFILE}:
+            raise
+        print(f"pdd: {error.strerror}: raise the limit on file descriptors (ulimit -n)", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,25 +95,26 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _daemon(args: argparse.Namespace) -> int:
+    allow_descriptors()
     topology = load(args.topology)
     if args.node not in topology.nodes:
         names = ", ".join(topology.nodes)
         raise OperatorError(f"{args.topology} has no node {args.node}; it has {names}")
     check_local(topology, args.node)
     if args.end_with_parent:
-        die_with_parent()
+        die_with_parent(signal.SIGTERM)
     key = load_key(topology.cluster.key_file)
     tls = None if topology.cluster.tls is None else LinkTls(topology.cluster.tls)
     model = _packed(topology)
     check_shapes(topology, model)
-    set_up_logs(args.log_level, node=args.node)
+    logs = set_up_logs(args.log_level, node=args.node)
 
     def make_http(gateway: Gateway, http: Http) -> HttpServer:
         served = _served(topology, model)
         return HttpServer(gateway, served, http=http, limits=topology.limits)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(Daemon(topology, args.node, model, key=key, tls=tls, make_http=make_http).run())
+        runner.run(Daemon(topology, args.node, model, key=key, tls=tls, logs=logs, make_http=make_http).run())
     return 0
 
 

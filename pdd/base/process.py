@@ -9,6 +9,6 @@ _PR_SET_PDEATHSIG = 1
 """linux/prctl.h"""
 
 
-def die_with_parent() -> None:
-    """SIGTERM comes when the parent ends, however it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def die_with_parent(number: signal.Signals) -> None:
+    """That signal comes when the parent ends, however it ends. One other than SIGKILL waits while we are stopped."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

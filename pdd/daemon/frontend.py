@@ -8,7 +8,7 @@ replica is full is asked of a few others before the client is sent away.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection, Set
 
 import msgspec
 import structlog
@@ -78,6 +78,11 @@ class Frontend:
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    @property
+    def asked(self) -> Set[RequestId]:
+        """Requests whose answers are on their way to clients, as their replicas call them."""
+        return self._asked.keys()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenOutput, None]:
         """Yields outputs until one is `last`; closing it early cancels the request. Raises NoPath."""

@@ -16,6 +16,7 @@ from pdd.base.ids import NodeName, ReplicaName, new_incarnation
 from pdd.daemon import report
 from pdd.daemon.admin import AdminServer
 from pdd.daemon.gateway import Gateway
+from pdd.daemon.log_stream import LogStream
 from pdd.daemon.node import Node
 from pdd.daemon.rank import executor_configs
 from pdd.daemon.readiness import readiness, standstill
@@ -37,6 +38,8 @@ from pdd.wire.tls import LinkTls
 log = structlog.get_logger(__name__)
 
 _DRAIN_POLL_S = 0.05
+_STATUS_S = 5.0
+"""How often systemd's status line is looked at, where no watchdog asks for more."""
 
 
 class HttpService(Protocol):
@@ -60,6 +63,7 @@ class Daemon:
         *,
         key: bytes,
         tls: LinkTls | None,
+        logs: LogStream,
         make_http: MakeHttp,
     ) -> None:
         self._topology = topology
@@ -70,6 +74,7 @@ class Daemon:
         self._make_http = make_http
         self._notifier = Notifier()
         self._node = Node(topology, name, new_incarnation(), MonotonicClock())
+        logs.tell_losses(self._node.metrics.log_lines_lost.inc)
 
     async def run(self) -> None:
         """Serves until a signal, then drains. Raises PddError when it cannot start."""
@@ -80,7 +85,7 @@ class Daemon:
             await self._open(fronts)
             serving = asyncio.create_task(self._serve(replicas))
             signalled = asyncio.create_task(stopping.wait())
-            alive = asyncio.create_task(self._feed_watchdog())
+            alive = asyncio.create_task(self._tell_systemd())
             try:
                 await asyncio.wait((serving, signalled), return_when=asyncio.FIRST_COMPLETED)
                 if serving.done():
@@ -165,6 +170,7 @@ class Daemon:
     async def _drain(self) -> None:
         """Takes no new requests and lets the running ones end, for `limits.drain_s` at most."""
         node, drain_s = self._node, self._topology.limits.drain_s
+        node.stopping = True
         node.drain(True)
         self._notifier.stopping(drain_s)
         try:
@@ -179,17 +185,21 @@ class Daemon:
             log.warning("requests did not end in time", drain_s=drain_s, unfinished=node.num_unfinished)
             node.end_all(GoingDown(f"node {node.name} is going down; the request did not end within {drain_s:g} s"))
 
-    async def _feed_watchdog(self) -> None:
-        """systemd hears from the event loop itself, and only while that and the executors make progress."""
-        if not self._notifier.watchdog_s:
-            return
-        while True:
-            stuck = standstill(self._node)
-            if stuck is None:
-                self._notifier.alive()
-            else:
-                log.error("the watchdog is not fed", reason=stuck)
-            await asyncio.sleep(self._notifier.watchdog_s / 3)
+    async def _tell_systemd(self) -> None:
+        """How it serves, when that changes. The watchdog hears from the event loop itself, and only while that and the
+        executors make progress."""
+        notifier, said = self._notifier, ""
+        while notifier.heard:
+            if notifier.watchdog_s:
+                stuck = standstill(self._node)
+                if stuck is None:
+                    notifier.alive()
+                else:
+                    log.error("the watchdog is not fed", reason=stuck)
+            if (reason := readiness(self._node).reason) != said:
+                notifier.status(reason)
+                said = reason
+            await asyncio.sleep(notifier.watchdog_s / 3 or _STATUS_S)
 
 
 def max_sequence_tokens(topology: Topology, model: PackedModel) -> int:

@@ -73,6 +73,7 @@ class Metrics:
         self.prefix_cache_tokens = gauge(
             "prefix_cache_tokens", "Prompt tokens looked up in the prefix cache, and found", ("replica", "what")
         )
+        self.log_lines_lost = counter("log_lines_lost", "Log lines that nobody read in time, or could not be written")
         self.admin_refused = counter("admin_refused", "Processes of other users that were refused at the admin socket")
         self.transfer_oddities = gauge(
             "transfer_oddities", "What messengers have met besides handoffs, since their replica came up",

@@ -47,6 +47,8 @@ class Node:
         self.stories = Stories()
         self.peers = PeerBook()
         self.draining = False
+        self.stopping = False
+        """A signal was received: the drain is for good."""
         self.starting = True
         """Until every replica of this node is up."""
         self.replicas: dict[ReplicaName, ReplicaSet] = {}
@@ -114,8 +116,9 @@ class Node:
 
     @property
     def num_unfinished(self) -> int:
-        """What a drain waits for: requests of both sides, and answers that are streamed to clients."""
-        return sum(1 for _ in self.running()) + len(self.frontend)
+        """What a drain waits for: requests of either side, and answers that are streamed to clients. What this node
+        does more than one of these for is one request all the same."""
+        return len({record.id for record in self.running()} | self.frontend.asked)
 
     def drain(self, draining: bool) -> None:
         """Takes no new requests, or takes them again; the peers hear of it at once."""

@@ -81,7 +81,7 @@ class Replica:
         metrics: Metrics,
     ) -> Replica:
         """Starts the executors, waits for their models, and opens the fabric: on `hosts`, with progress threads on
-        `progress_cores`, for each rank. Raises PddError."""
+        `progress_cores`, for each rank. Raises PddError; OSError when the system has nothing left to start it with."""
         ranks = await _start_ranks(name, config, model, run_dir, limits.load_s)
         work = asyncio.Event()
         tp, dp = config.parallel.tp, config.parallel.dp
@@ -99,7 +99,7 @@ class Replica:
                 for dp_rank, one in enumerate(sets):
                     of_set = slice(dp_rank * tp, (dp_rank + 1) * tp)
                     _open_fabric(one, ranks[of_set], fabric, hosts[of_set], progress_cores[of_set])
-        except PddError:
+        except BaseException:
             await replica.stop()
             raise
         log.info("replica up", replica=name, role=str(config.role), tp=tp, dp=dp, ep=config.parallel.ep,
@@ -250,7 +250,7 @@ async def _start_ranks(
 def _open_fabric(
     one: ReplicaSet, ranks: list[Rank], fabric: Fabric, hosts: tuple[tuple[str, ...], ...], progress_cores: CpuLists
 ) -> None:
-    """A port for each rank, over its NICs. Raises PddError, with none of them left open."""
+    """A port for each rank, over its NICs. Raises PddError or OSError, with none of them left open."""
     ports: list[LibfabricPort] = []
     copies = fabric.same_host is SameHost.COPY
     try:
@@ -259,7 +259,7 @@ def _open_fabric(
             ports.append(port)
         one.gigabytes_per_s = measure(ports[0])
         one.open_fabric(ports, MessengerGroup(one.shape, _messengers(one, ranks, ports)), [it.arena for it in ranks])
-    except PddError:
+    except BaseException:
         for port in ports:
             port.close()
         raise

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 import pdd
-from pdd.base.errors import BadRequest
+from pdd.base.errors import BadRequest, GoingDown
 from pdd.base.ids import Incarnation, ReplicaName, RequestId
 from pdd.daemon.metrics import Metrics
 from pdd.daemon.node import Node
@@ -193,6 +193,8 @@ def _id(request: admin.AdminRequest) -> str:
 
 
 def _drain(node: Node, request: admin.AdminRequest) -> admin.DrainResult:
+    if request.command == "resume" and node.stopping:
+        raise GoingDown(f"node {node.name} has received a signal and is stopping: start it again instead")
     node.drain(request.command == "drain")
     return admin.DrainResult(draining=node.draining, unfinished=node.num_unfinished)
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from pdd.base.errors import PddError
+from pdd.base.errors import PddError, ReplicaFailed
 from pdd.base.ids import ReplicaName
 from pdd.daemon.node import Node
 from pdd.daemon.replica import Replica
@@ -35,7 +35,10 @@ class Supervisor:
 
     async def start(self) -> None:
         """Raises PddError when the replica cannot start."""
-        replica = await self._make()
+        try:
+            replica = await self._make()
+        except OSError as error:  # no descriptor, process or memory is left to start it with
+            raise ReplicaFailed(f"{self._name} cannot start: {error.strerror or error}") from error
         try:
             for one in replica.sets:
                 self._node.add_set(one)

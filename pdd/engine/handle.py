@@ -50,16 +50,21 @@ class ExecutorHandle:
     async def start(cls, config: ExecutorConfig) -> ExecutorHandle:
         """Starts the process and waits until its model is loaded.
 
-        Raises ReplicaFailed when it dies on the way, OperatorError or ModelInvalid when it says why it cannot run.
+        Raises ReplicaFailed when it dies on the way, OperatorError or ModelInvalid when it says why it cannot run, and
+        OSError when no process can be started.
         """
         name = f"{config.replica} rank {config.rank}"
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "pdd.engine.worker", "--fd", str(theirs.fileno()),
-                pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, env=_environment(config.threads),
-            )  # fmt: skip
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "pdd.engine.worker", "--fd", str(theirs.fileno()),
+                    pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, env=_environment(config.threads),
+                )  # fmt: skip
+        except BaseException:
+            ours.close()
+            raise
         log.info("executor started", executor=name, pid=process.pid)
         try:
             await asyncio.get_running_loop().sock_sendall(ours, _frame(msgspec.msgpack.encode(config)))

@@ -155,7 +155,8 @@ def _place(arena: Arena, config: ExecutorConfig) -> None:
     node = node_of(config.cores, numa_nodes()) if config.cores else None
     if node is not None and not prefer_node(arena.address, arena.num_bytes, node):
         text = f"{config.replica}: the system refuses to keep the KV memory on NUMA node {node} (mbind)"
-        print(f"{text}: in a container, allow it with CAP_SYS_NICE", file=sys.stderr)
+        with suppress(OSError):  # a stderr that takes nothing ends no executor
+            print(f"{text}: in a container, allow it with CAP_SYS_NICE", file=sys.stderr, flush=True)
 
 
 def _decoded(body: bytes, kind: type[T]) -> T:
@@ -168,7 +169,8 @@ def _decoded(body: bytes, kind: type[T]) -> T:
 def _fail(channel: Channel, error: Exception) -> int:
     """Tell the daemon, leave the traceback of a bug on stderr, and answer with the exit code."""
     if not isinstance(error, PddError) or isinstance(error, InvariantBroken):
-        traceback.print_exception(error)
+        with suppress(OSError):
+            traceback.print_exception(error)
     message = str(error) if isinstance(error, PddError) else f"{type(error).__name__}: {error}"
     exit_code = error.exit_code if isinstance(error, OperatorError) else 1
     with suppress(ConnectionError):  # the daemon may have given us up already
@@ -180,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pdd.engine.worker", description="Executor; the daemon starts it.")
     parser.add_argument("--fd", type=int, required=True, help="this end of the socket pair")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the daemon's business
-    die_with_parent()  # the socket's end of file ends us between steps; this also within a long one
+    die_with_parent(signal.SIGKILL)  # the socket's end of file ends us between steps; this also stopped or within one
     with socket.socket(fileno=parser.parse_args(arguments).fd) as sock:
         channel = Channel(sock)
         try:
@@ -194,5 +196,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     code = main()
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stderr.flush()
     os._exit(code)  # without the libraries' own farewells: gloo's aborts the process where a peer is gone

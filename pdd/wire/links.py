@@ -249,11 +249,12 @@ class Links:
         if peer.link is not link:
             return  # told already, when another took its place
         peer.link, peer.replicas = None, ()
-        self._note(link.peer, "connecting", link.reason)
         try:
             self._user.link_down(link.peer, link.incarnation, link.reason)
         except Exception as error:
             self._failed(link, error)
+        if peer.link is None:
+            self._note(link.peer, "connecting", link.reason)
 
     def _failed(self, link: Link, error: Exception) -> None:
         self.counters.internal_errors += 1

@@ -8,6 +8,7 @@ decides who belongs.
 
 from __future__ import annotations
 
+import os
 import ssl
 import stat
 from functools import partial
@@ -178,12 +179,15 @@ def _load_authority(context: ssl.SSLContext, path: Path) -> None:
 
 def _check_readable(path: Path, what: str) -> None:
     try:
-        with path.open("rb"):
-            pass
+        # O_NONBLOCK: a named pipe in its place must not hang the daemon.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise CertificateInvalid(f"TLS {what} {path}: {error.strerror}") from error
-    if not path.is_file():
-        raise CertificateInvalid(f"TLS {what} {path} is not a regular file")
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise CertificateInvalid(f"TLS {what} {path} is not a regular file")
+    finally:
+        os.close(fd)
 
 
 def _try(server: ssl.SSLContext, client: ssl.SSLContext, files: Certificate, otherwise: str) -> bytes:

@@ -15,9 +15,12 @@ def test_datagrams_say_ready_alive_and_stopping(tmp_path: Path) -> None:
         assert notifier.watchdog_s == 30.0
         notifier.ready("serving")
         notifier.alive()
+        notifier.status("draining")
         notifier.stopping(2.5)
-        heard = [systemd.recv(1000) for _ in range(3)]
-    assert heard == [b"READY=1\nSTATUS=serving", b"WATCHDOG=1", b"STOPPING=1\nEXTEND_TIMEOUT_USEC=2500000"]
+        heard = [systemd.recv(1000) for _ in range(4)]
+    ready, *rest = heard
+    assert ready == b"READY=1\nSTATUS=serving"
+    assert rest == [b"WATCHDOG=1", b"STATUS=draining", b"STOPPING=1\nEXTEND_TIMEOUT_USEC=2500000"]
 
 
 def test_without_systemd_nothing_is_said_and_a_dead_socket_does_no_harm(tmp_path: Path) -> None:

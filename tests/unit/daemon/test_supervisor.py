@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -61,6 +62,7 @@ class Failing:
         self.sets = [one]
         self.node = node
         self.gone, self.stopped = asyncio.Event(), asyncio.Event()
+        self.requests: dict[RequestId, Any] = {}
         self.left: list[str] = []
         """Requests that might still be written for when the memory went."""
 
@@ -88,12 +90,10 @@ class Failing:
             id=RequestId("r"), prompt=tuple(range(100)), sampling=SamplingParams(max_tokens=1), timeout_s=60.0
         )
         self.node.message(THERE, incarnation, wire.Submit(replica=DECODER, request=request))
-        self.requests = self.node.side_of(self.sets[0]).records
+        self.requests = cast("Any", self.node.side_of(self.sets[0]).records)
 
 
-@pytest.mark.parametrize("fences", [True, False])
-async def test_its_memory_goes_when_nobody_can_write_there(fences: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "DRAIN_S", 0.0)
+def make_node() -> Node:
     topology = model.Topology(
         version=1,
         cluster=model.Cluster(key_file=Path("key")),
@@ -103,6 +103,13 @@ async def test_its_memory_goes_when_nobody_can_write_there(fences: bool, monkeyp
     )
     node = Node(topology, HERE, Incarnation("here"), MonotonicClock())
     node.links = cast("Any", SimpleNamespace(send=lambda *_: True, cut=lambda *_: None))
+    return node
+
+
+@pytest.mark.parametrize("fences", [True, False])
+async def test_its_memory_goes_when_nobody_can_write_there(fences: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "DRAIN_S", 0.0)
+    node = make_node()
     replica = Failing(node, fences=fences)
 
     async def make() -> Any:
@@ -121,3 +128,36 @@ async def test_its_memory_goes_when_nobody_can_write_there(fences: bool, monkeyp
     assert replica.left == []
     [story] = node.stories.find((), "r", 0.0)
     assert [line.state for line in story.lines[-2:]] == ["draining", "failed"]
+
+
+async def test_a_system_that_has_nothing_left_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.001)
+    node = make_node()
+    replica, again = Failing(node, fences=True), asyncio.Event()
+    faults: list[OSError | None] = [
+        None,
+        OSError(errno.EMFILE, "Too many open files"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        None,
+    ]
+    reasons: list[str] = []
+
+    async def make() -> Any:
+        reasons.append(node.down.get(DECODER, ""))
+        if fault := faults.pop(0):
+            raise fault
+        if not faults:
+            again.set()
+        return replica
+
+    one = Supervisor(node, DECODER, make)
+    await one.start()
+    life = asyncio.create_task(one.run())
+    replica.gone.set()
+    async with asyncio.timeout(20.0):
+        await again.wait()
+    life.cancel()
+    await asyncio.gather(life, return_exceptions=True)
+    assert "the executor is gone" in reasons[1]
+    assert "decode0/0 cannot start: Too many open files" in reasons[2]
+    assert "decode0/0 cannot start: Cannot allocate memory" in reasons[3]

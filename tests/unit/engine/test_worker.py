@@ -102,6 +102,17 @@ def test_a_malformed_frame_ends_the_executor_with_a_reason(executor: Executor, f
     assert "Traceback" in stderr
 
 
+def test_a_stderr_that_takes_nothing_does_not_hide_the_reason() -> None:
+    full = "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 2); os.execv(sys.executable, "
+    worker = "[sys.executable, '-m', 'pdd.engine.worker', *sys.argv[1:]])"
+    executor = Executor(("-c", full + worker))
+    try:
+        executor.send_body(b"\xc1")
+        assert "no ExecutorConfig" in executor.failure().message
+    finally:
+        executor.kill()
+
+
 def test_an_oversized_frame_is_refused_unread(executor: Executor) -> None:
     executor.socket.sendall((1 << 31).to_bytes(4, "little"))
     assert "2147483648 bytes" in executor.failure().message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -349,6 +350,22 @@ async def test_a_handler_that_raises_closes_the_link_as_an_internal_error(
     await again.authenticate()
     await user.until(lambda user: user.kinds()[-1] == "up")
     await again.close()
+
+
+async def test_link_down_comes_even_where_it_cannot_be_logged(
+    acceptor: tuple[Links, Recorder], raw: RawPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links, user = acceptor
+    await raw.authenticate()
+    await user.until(lambda user: user.kinds() == ["up"])
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(links_module.log, "info", full)
+    with pytest.raises(OSError, match="No space"):
+        links.cut(A, "it did not answer")
+    assert user.kinds() == ["up", "down"]
 
 
 async def test_a_peer_that_does_not_read_is_closed(cluster: Cluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import ssl
 import subprocess
@@ -224,12 +225,14 @@ def test_files_that_are_no_good_are_named_with_the_reason(files: Files, tmp_path
     replace = msgspec.structs.replace
     missing, empty = tmp_path / "missing.pem", tmp_path / "empty.pem"
     empty.touch(mode=0o600)
+    os.mkfifo(fifo := tmp_path / "pipe.pem", mode=0o600)  # who opens it waits for a writer
     cases: list[tuple[ClusterTls, Path, str]] = [
         (expired, expired.certificate_file, "expired"),
         (replace(good, ca_file=other.ca_file), other.ca_file, "not signed by"),
         (replace(good, key_file=other.key_file), other.key_file, "is not the key of"),
         *((replace(good, **{name: missing}), missing, "No such file") for name in good.__struct_fields__),
-        *((replace(good, **{name: tmp_path}), tmp_path, "s a directory") for name in good.__struct_fields__),
+        *((replace(good, **{name: tmp_path}), tmp_path, "not a regular file") for name in good.__struct_fields__),
+        *((replace(good, **{name: fifo}), fifo, "not a regular file") for name in good.__struct_fields__),
         (replace(good, certificate_file=empty), empty, "PEM"),
         (replace(good, key_file=empty), empty, "PEM"),
         (replace(good, ca_file=empty), empty, "no certificate"),
