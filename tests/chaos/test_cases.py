@@ -235,7 +235,7 @@ async def test_case_02_the_lease_runs_out_before_the_transfer(
         assert found["handoffs[failed]"] >= 1
 
 
-NUM_KILLS = int(os.environ.get("PDD_CHAOS_KILLS", "32"))
+NUM_KILLS = int(os.environ.get("PDD_CHAOS_KILLS", "16"))
 NUM_PREFILLERS = 4
 """That die at once: to start them again is what takes the time."""
 

@@ -300,8 +300,8 @@ def drawn(fault: str, same_host: str) -> list[tuple[Scene, str]]:
     found = [(scene, victim) for scene, victim in ALL if fault != "cut" or victim == "prefill0"]
     if CHOSEN == "all":
         return found
-    half = random.Random(f"{CHOSEN} {fault}").sample(found, len(found) // 2)
-    return half if fault == "cut" else half[same_host == "copy" :: 2]
+    few = random.Random(f"{CHOSEN} {fault}").sample(found, -(-len(found) // 3))
+    return few if fault == "cut" else few[same_host == "copy" :: 2]
 
 
 @pytest.mark.slow
