@@ -132,13 +132,26 @@ def _peers(text: str) -> tuple[Contender, ...]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _contenders(providers: Sequence[str]) -> list[Contender]:
+    """pdd's own. Raises OperatorError when two would have the same name."""
+    found: dict[str, Contender] = {}
+    for contender in map(pdd_contender, providers):
+        if other := found.get(contender.name):
+            raise OperatorError(
+                f"--provider: {other.variant} and {contender.variant} would both be `{contender.name}` in the tables: "
+                "each is measured once"
+            )
+        found[contender.name] = contender
+    return list(found.values())
+
+
 def _plan(arguments: argparse.Namespace) -> Plan:
-    """Raises OperatorError when a page does not fit into the arena."""
+    """Each size once. Raises OperatorError when a page does not fit into the arena."""
     plan = Plan(
         arena_bytes=arguments.arena_mib * MIB,
-        page_bytes=[size * KIB for size in arguments.page_kib],
+        page_bytes=[size * KIB for size in dict.fromkeys(arguments.page_kib)],
         num_rounds=arguments.rounds,
-        latency_page_bytes=[size * KIB for size in arguments.latency_kib],
+        latency_page_bytes=[size * KIB for size in dict.fromkeys(arguments.latency_kib)],
         num_writes=arguments.writes,
     )
     if max(plan.page_bytes + plan.latency_page_bytes) > plan.arena_bytes:
@@ -149,11 +162,11 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 def _open(arguments: argparse.Namespace, plan: Plan, stack: ExitStack) -> tuple[list[Running], list[LeftOut]]:
     """pdd's own must open (FabricUnavailable); a peer that does not is left out."""
     runners, left_out = [], []
-    for provider in arguments.provider:
+    for ours in _contenders(arguments.provider):
         try:
-            runners.append(Running(pdd_contender(provider), Path(sys.executable), plan.arena_bytes))
+            runners.append(Running(ours, Path(sys.executable), plan.arena_bytes))
         except ContenderMissing as error:
-            raise FabricUnavailable(f"{provider}: {error}") from error
+            raise FabricUnavailable(f"{ours.variant}: {error}") from error
         stack.callback(runners[-1].close)
     for peer in arguments.vs:
         try:
@@ -182,12 +195,12 @@ def run(arguments: argparse.Namespace) -> int:
         report = measure(runners, left_out, machine, plan, _progress)
     posting = measure_posting(PROVIDERS[Provider.TCP], plan.num_writes)
     report = msgspec.structs.replace(report, posting=posting)
-    if arguments.plot is not None:
-        plot(report, arguments.plot)
     if arguments.json:
         print(msgspec.json.encode(report).decode())
     else:
         print(describe(machine))
         print(*(beside(report) if arguments.vs else alone(report)), sep="\n")
-        print(posting.text())
+        print(posting.text(), flush=True)
+    if arguments.plot is not None:  # last: a picture that fails loses nothing
+        plot(report, arguments.plot)
     return int(any(each.failure for each in report.entrants))

@@ -103,6 +103,53 @@ def test_a_picture_needs_its_directory(monkeypatch: pytest.MonkeyPatch, tmp_path
         plot.check_plot(tmp_path / "nowhere" / "figure.png")
 
 
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("figure.foo", "its ending is none of .*png"),
+        ("figure", "its ending is none of"),
+        ("directory.png", "something else than a file"),
+        ("/proc/figure.png", "cannot be written"),
+    ],
+)
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_measured(
+    name: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "directory.png").mkdir()
+    monkeypatch.setattr(fabric, "Running", lambda *_: pytest.fail("something was started"))
+    with pytest.raises(OperatorError, match=fault):
+        run("--plot", str(tmp_path / name))
+    plot.check_plot(tmp_path / "figure.PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["directory.png"], "a check leaves nothing"
+
+
+def test_a_picture_that_fails_comes_after_the_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    monkeypatch.setattr(fabric, "check_plot", lambda _: None)
+    with pytest.raises(OperatorError, match=r"full\.png cannot be written: No space left"):
+        run("--provider", "copy", "--plot", str(tmp_path / "full.png"))
+    assert "Python cost of one write" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("providers", [["copy", "net", "copy"], ["net", "net,tcp"]])
+def test_a_name_in_the_tables_stands_for_one(providers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fabric, "Running", lambda *_: pytest.fail("something was started"))
+    with pytest.raises(OperatorError, match=rf"{providers[0]} and {providers[-1]} would both be `pdd {providers[0]}`"):
+        run("--provider", *providers)
+
+
+def test_each_size_is_measured_once(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--page-kib", "64", "4", "64", "--latency-kib", "4", "4", "--json"]
+    assert run("--provider", "copy", *options) == 0
+    report = msgspec.json.decode(capsys.readouterr().out, type=Report)
+    assert [each.page_bytes for each in report.throughput] == [65536, 4096]
+    assert len(report.latency) == 1
+
+
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "figure.png"
