@@ -11,11 +11,13 @@ import argparse
 import ctypes
 import select
 import shutil
+import signal
 import sys
 from array import array
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TypeVar
 
 import msgspec
@@ -29,7 +31,7 @@ from pdd.bench.machine import describe, this_machine
 from pdd.bench.peers.pair import Arena, Line
 from pdd.bench.plot import check_plot, plot
 from pdd.bench.posting import measure_posting
-from pdd.fabric.libfabric import PROVIDERS, LibfabricPort
+from pdd.fabric.libfabric import PROVIDERS, SHARED_MEMORY, LibfabricPort, sweep_dead_endpoints
 from pdd.fabric.port import CountReached, Piece, Token, Write, WriteDone
 from pdd.memory.arena import SharedMemory
 from pdd.topology.model import Provider
@@ -65,9 +67,13 @@ class End:
         shared = SharedArena(arena_bytes) if copies else None
         self.arena = shared or Arena(arena_bytes)
         self.arena_bytes = arena_bytes
-        self.memory = self.port.register(self.arena.address, arena_bytes, shared.fd if shared else -1)
-        line.say(self.memory.address.hex())
-        self.peer = self.port.add_peer(bytes.fromhex(line.hear()))
+        try:
+            self.memory = self.port.register(self.arena.address, arena_bytes, shared.fd if shared else -1)
+            line.say(self.memory.address.hex())
+            self.peer = self.port.add_peer(bytes.fromhex(line.hear()))
+        except BaseException:
+            self.port.close()
+            raise
 
     def spec(self, immediate: Immediate, page_bytes: int, target_pages: Sequence[int]) -> Write:
         return Write(
@@ -86,6 +92,10 @@ class End:
             target_pages=array("I", target_pages),
             pieces=pieces_of(page_bytes),
         )
+
+    def close(self) -> None:
+        """Once: the port is gone then."""
+        self.port.close()
 
     def wait(self, kind: type[Awaited]) -> Awaited:
         """The next event of a kind."""
@@ -180,6 +190,24 @@ def _open(arguments: argparse.Namespace, plan: Plan, stack: ExitStack) -> tuple[
     return runners, left_out
 
 
+def _terminated(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextmanager
+def swept() -> Iterator[None]:
+    """Whatever ends the bench: its processes close their ports first, and endpoints of killed ones are removed."""
+    before = signal.signal(signal.SIGTERM, _terminated)
+    # Loaded with libfabric, PSM2 takes SIGINT and ends the process on the spot. This takes it back.
+    signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
+    sweep_dead_endpoints(SHARED_MEMORY)
+    try:
+        yield
+    finally:
+        sweep_dead_endpoints(SHARED_MEMORY)
+        signal.signal(signal.SIGTERM, before)
+
+
 def _progress(text: str) -> None:
     if sys.stderr.isatty():
         print(text, file=sys.stderr)
@@ -190,7 +218,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         check_plot(arguments.plot)
     plan, machine = _plan(arguments), this_machine()
-    with ExitStack() as stack:
+    with swept(), ExitStack() as stack:
         runners, left_out = _open(arguments, plan, stack)
         report = measure(runners, left_out, machine, plan, _progress)
     posting = measure_posting(PROVIDERS[Provider.TCP], plan.num_writes)

@@ -41,7 +41,7 @@ class Source(pair.Source):
             raise RuntimeError(f"the write ended with errno {done.error}")
 
     def close(self) -> None:
-        self._end.port.close()
+        self._end.close()
 
 
 class Target(pair.Target):
@@ -68,4 +68,4 @@ class Target(pair.Target):
 
     def close(self) -> None:
         self._loop.close()
-        self._end.port.close()
+        self._end.close()

@@ -2,6 +2,9 @@
 
 import argparse
 import importlib.util
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 from pdd.base.errors import FabricUnavailable, OperatorError
 from pdd.bench import fabric, plot
 from pdd.bench.compare import Report
+from pdd.fabric.libfabric import SHARED_MEMORY
 
 TINY = ["--arena-mib", "1", "--page-kib", "4", "64", "--latency-kib", "4", "--rounds", "2", "--writes", "4"]
 
@@ -76,6 +80,39 @@ def test_the_peers_interpreter_may_be_given_by_a_relative_path_or_by_name(monkey
     monkeypatch.setenv("PATH", str(python.parent))
     for text in (f"./{python.name}", python.name):
         assert parser.parse_args(["--peer-python", text]).peer_python == python
+
+
+def endpoints(directory: Path = SHARED_MEMORY) -> set[str]:
+    return {path.name for path in directory.glob("pdd-*:*")}
+
+
+def test_both_processes_close_their_ports_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fabric, "sweep_dead_endpoints", lambda _: [])
+    before = endpoints()
+    assert run("--provider", "shm") == 0
+    assert endpoints() <= before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_bench_that_is_stopped_leaves_no_endpoints(number: signal.Signals) -> None:
+    before = endpoints()
+    command = [sys.executable, "-m", "pdd.bench", "fabric", "--provider", "shm", "--rounds", "1000000", *TINY[:5]]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as bench:
+        while len(endpoints() - before) < 2:  # the source's and the target's
+            with pytest.raises(subprocess.TimeoutExpired):
+                bench.wait(0.01)
+        bench.send_signal(number)
+        assert bench.communicate(timeout=30)[1] == b""
+    assert bench.returncode == 128 + number
+    assert endpoints() <= before
+
+
+def test_what_killed_processes_left_is_swept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(fabric, "SHARED_MEMORY", tmp_path)
+    with fabric.swept():
+        (tmp_path / "pdd-99999999:0:1").touch()
+        (tmp_path / f"pdd-{os.getpid()}:0:1").touch()
+    assert endpoints(tmp_path) == {f"pdd-{os.getpid()}:0:1"}
 
 
 def test_a_page_larger_than_a_round_is_an_error() -> None:
