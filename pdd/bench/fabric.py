@@ -1,6 +1,6 @@
 """`pdd bench fabric`: what the handoff's third step, moving KV pages, costs on this machine; alone, or beside others.
 
-Each contender is two processes with an arena on huge pages each (peers/pair.py). The source writes all pages of its
+Each contender is two processes with an arena each (peers/pair.py). The source writes all pages of its
 arena to shuffled places of the target's; a round ends when the target has counted every page, not when the source is
 told that it is done. `--vs` lets others move the same pages in turn with pdd, so that noise hits all alike.
 """
@@ -64,6 +64,8 @@ class End:
         copies = provider == COPY
         names = PROVIDERS[Provider.TCP] if copies else provider
         self.port = LibfabricPort(names, spin_us=spin_us, copies=copies)
+        self.name = COPY if copies else self.port.info.provider
+        """Of what moves the pages."""
         shared = SharedArena(arena_bytes) if copies else None
         self.arena = shared or Arena(arena_bytes)
         self.arena_bytes = arena_bytes

@@ -27,6 +27,7 @@ from pdd.base.ids import Immediate
 from pdd.bench.fabric import KIB, End, pieces_of, positive, swept
 from pdd.bench.machine import Machine, describe, this_machine
 from pdd.bench.peers.pair import Line, socket_lines
+from pdd.bench.percentile import percentile
 from pdd.fabric.immediate import NUM_GENERATIONS, pack
 from pdd.fabric.libfabric import PROVIDERS
 from pdd.fabric.port import CountReached, Write, WriteDone
@@ -187,7 +188,7 @@ def measure(arguments: argparse.Namespace) -> tuple[str, list[Timing]]:
         targets = [stack.enter_context(_child(serve_target)) for _ in WAYS]
         for (way, spin_us), target in zip(WAYS.items(), targets, strict=True):
             with closing(End(arguments.provider, arena_bytes, target, spin_us)) as end:
-                provider = end.port.info.provider
+                provider = end.name
                 sender = PortSender(end, counter, page_bytes, num_pages)
                 numbers = range(WARM_UP_SAMPLES + arguments.samples)
                 samples = [take(sender, raiser, target, number, rest_s) for number in numbers]
@@ -196,11 +197,6 @@ def measure(arguments: argparse.Namespace) -> tuple[str, list[Timing]]:
 
 
 # What the user sees.
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, round(percent / 100 * len(ordered)))]
 
 
 def _row(name: str, values: Sequence[float]) -> str:

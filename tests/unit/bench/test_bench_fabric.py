@@ -44,6 +44,10 @@ def test_machine_limits_beside_pdd(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(posting.write) == len(posting.write_waking) == len(posting.announce_waking) == 4
     assert all(0 < part < whole for part, whole in zip(posting.write_waking, posting.announce_waking, strict=True))
     assert not report.left_out
+    versions = {each.contender.name: each.version for each in report.entrants}
+    assert versions["pdd copy"] == "copies between mapped arenas (memfd)"
+    assert versions["pdd net"].startswith("net, libfabric")
+    assert not any(each.failure for each in report.entrants)
 
 
 def test_what_is_not_there_is_left_out_with_a_line(
