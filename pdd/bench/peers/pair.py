@@ -243,8 +243,8 @@ def _run_source(module: str, variant: str, arena_bytes: int, line: Line) -> None
 
 def _run_target(module: str, variant: str, arena_bytes: int, line: Line, bench: Line) -> None:
     target = _load(module, bench).Target(variant, arena_bytes, line)
-    bench.say({"version": target.version})
     with contextlib.closing(target):
+        bench.say({"version": target.version})
         serve_target(target, line, bench)
 
 
