@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,8 @@ import pytest
 from pdd.base.errors import FabricUnavailable, OperatorError
 from pdd.bench import fabric, plot
 from pdd.bench.compare import Report
+from pdd.bench.contender import Running
+from pdd.bench.peers.pair import Took
 from pdd.fabric.libfabric import SHARED_MEMORY
 
 TINY = ["--arena-mib", "1", "--page-kib", "4", "64", "--latency-kib", "4", "--rounds", "2", "--writes", "4"]
@@ -86,29 +89,45 @@ def test_the_peers_interpreter_may_be_given_by_a_relative_path_or_by_name(monkey
         assert parser.parse_args(["--peer-python", text]).peer_python == python
 
 
-def endpoints(directory: Path = SHARED_MEMORY) -> set[str]:
-    return {path.name for path in directory.glob("pdd-*:*")}
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def endpoints(pids: Sequence[int]) -> list[Path]:
+    """Of these processes: others of this machine come and go."""
+    return [path for pid in pids for path in SHARED_MEMORY.glob(f"pdd-{pid}:*")]
 
 
 def test_both_processes_close_their_ports_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids: list[int] = []
+
+    class Watched(Running):
+        def turn(self, page_bytes: int, num_pages: int, count: int) -> list[Took]:
+            pids[:] = [self._process.pid, *children(self._process.pid)]
+            assert all(endpoints([pid]) for pid in pids)
+            return super().turn(page_bytes, num_pages, count)
+
+    monkeypatch.setattr(fabric, "Running", Watched)
     monkeypatch.setattr(fabric, "sweep_dead_endpoints", lambda _: [])
-    before = endpoints()
     assert run("--provider", "shm") == 0
-    assert endpoints() <= before
+    assert len(pids) == 2
+    assert not endpoints(pids)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_bench_that_is_stopped_leaves_no_endpoints(number: signal.Signals) -> None:
-    before = endpoints()
     command = [sys.executable, "-m", "pdd.bench", "fabric", "--provider", "shm", "--rounds", "1000000", *TINY[:5]]
+    pids: list[int] = []
     with subprocess.Popen(command, stderr=subprocess.PIPE) as bench:
-        while len(endpoints() - before) < 2:  # the source's and the target's
+        while len(pids) < 2 or not all(endpoints([pid]) for pid in pids):  # the source's and the target's
             with pytest.raises(subprocess.TimeoutExpired):
                 bench.wait(0.01)
+            targets = children(bench.pid)
+            pids = [*targets, *(source for target in targets for source in children(target))]
         bench.send_signal(number)
         assert bench.communicate(timeout=30)[1] == b""
     assert bench.returncode == 128 + number
-    assert endpoints() <= before
+    assert not endpoints(pids)
 
 
 def test_what_killed_processes_left_is_swept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -116,7 +135,7 @@ def test_what_killed_processes_left_is_swept(monkeypatch: pytest.MonkeyPatch, tm
     with fabric.swept():
         (tmp_path / "pdd-99999999:0:1").touch()
         (tmp_path / f"pdd-{os.getpid()}:0:1").touch()
-    assert endpoints(tmp_path) == {f"pdd-{os.getpid()}:0:1"}
+    assert [path.name for path in tmp_path.iterdir()] == [f"pdd-{os.getpid()}:0:1"]
 
 
 def test_a_page_larger_than_a_round_is_an_error() -> None:
