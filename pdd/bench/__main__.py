@@ -18,7 +18,7 @@ BENCHES = {
 
 
 def main() -> int:
-    """Exit codes: 0 done, 1 failed, 2 usage."""
+    """Exit codes: 0 done, 1 failed, 2 usage, 130 interrupted."""
     what = sys.argv[1] if len(sys.argv) > 1 else ""
     if what not in BENCHES:
         print("usage: pdd bench WHAT [OPTIONS]\n", file=sys.stderr)
@@ -33,6 +33,8 @@ def main() -> int:
     except PddError as error:
         print(f"pdd bench {what}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return code
 
 

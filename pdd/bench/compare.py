@@ -13,6 +13,7 @@ import msgspec
 from pdd.bench.contender import Contender, ContenderFailed, Route, Running
 from pdd.bench.machine import Machine
 from pdd.bench.peers.pair import Took
+from pdd.bench.percentile import percentile
 from pdd.bench.posting import Posting
 
 WARM_UP_ROUNDS = 1
@@ -26,11 +27,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     latency_page_bytes: list[int]
     num_writes: int
     """Of one page, for the latency, in as many turns as there are rounds."""
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, round(percent / 100 * len(ordered)))]
 
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):

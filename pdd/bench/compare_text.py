@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from pdd.bench.compare import Ratio, Report, Series, best, find, percentile, ratio
+from pdd.bench.compare import Ratio, Report, Series, best, find, ratio
 from pdd.bench.contender import Route
+from pdd.bench.percentile import percentile
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE_WIDTH, CELL_WIDTH = 9, 19

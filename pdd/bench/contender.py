@@ -82,7 +82,7 @@ PEERS: dict[str, tuple[Contender, ...]] = {
             name="memcpy",
             route=Route.SAME_HOST,
             module="memcpy",
-            note="memcpy: one thread within one process, no hand-over: a limit of the machine",
+            note="memcpy: a plain loop of memcpy in one thread of one process, without any hand-over",
         ),
     ),
     "tcp": (
@@ -110,8 +110,11 @@ class ContenderFailed(PddError):
 def pdd_contender(provider: str) -> Contender:
     """`provider`: libfabric's names, joined by commas."""
     name = provider.split(",", 1)[0]
+    note = (
+        "pdd copy: arenas are memfds, as executors make them; all others' are anonymous memory" if name == COPY else ""
+    )
     route = Route.SAME_HOST if name in SAME_HOST_PROVIDERS else Route.NETWORK
-    return Contender(name=f"pdd {name}", route=route, module="ours", variant=provider)
+    return Contender(name=f"pdd {name}", route=route, module="ours", variant=provider, note=note)
 
 
 def parse_peers(text: str) -> tuple[Contender, ...]:

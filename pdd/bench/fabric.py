@@ -1,6 +1,6 @@
 """`pdd bench fabric`: what the handoff's third step, moving KV pages, costs on this machine; alone, or beside others.
 
-Each contender is two processes with an arena on huge pages each (peers/pair.py). The source writes all pages of its
+Each contender is two processes with an arena each (peers/pair.py). The source writes all pages of its
 arena to shuffled places of the target's; a round ends when the target has counted every page, not when the source is
 told that it is done. `--vs` lets others move the same pages in turn with pdd, so that noise hits all alike.
 """
@@ -11,11 +11,13 @@ import argparse
 import ctypes
 import select
 import shutil
+import signal
 import sys
 from array import array
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TypeVar
 
 import msgspec
@@ -29,7 +31,7 @@ from pdd.bench.machine import describe, this_machine
 from pdd.bench.peers.pair import Arena, Line
 from pdd.bench.plot import check_plot, plot
 from pdd.bench.posting import measure_posting
-from pdd.fabric.libfabric import PROVIDERS, LibfabricPort
+from pdd.fabric.libfabric import PROVIDERS, SHARED_MEMORY, LibfabricPort, sweep_dead_endpoints
 from pdd.fabric.port import CountReached, Piece, Token, Write, WriteDone
 from pdd.memory.arena import SharedMemory
 from pdd.topology.model import Provider
@@ -62,12 +64,18 @@ class End:
         copies = provider == COPY
         names = PROVIDERS[Provider.TCP] if copies else provider
         self.port = LibfabricPort(names, spin_us=spin_us, copies=copies)
+        self.name = COPY if copies else self.port.info.provider
+        """Of what moves the pages."""
         shared = SharedArena(arena_bytes) if copies else None
         self.arena = shared or Arena(arena_bytes)
         self.arena_bytes = arena_bytes
-        self.memory = self.port.register(self.arena.address, arena_bytes, shared.fd if shared else -1)
-        line.say(self.memory.address.hex())
-        self.peer = self.port.add_peer(bytes.fromhex(line.hear()))
+        try:
+            self.memory = self.port.register(self.arena.address, arena_bytes, shared.fd if shared else -1)
+            line.say(self.memory.address.hex())
+            self.peer = self.port.add_peer(bytes.fromhex(line.hear()))
+        except BaseException:
+            self.port.close()
+            raise
 
     def spec(self, immediate: Immediate, page_bytes: int, target_pages: Sequence[int]) -> Write:
         return Write(
@@ -86,6 +94,10 @@ class End:
             target_pages=array("I", target_pages),
             pieces=pieces_of(page_bytes),
         )
+
+    def close(self) -> None:
+        """Once: the port is gone then."""
+        self.port.close()
 
     def wait(self, kind: type[Awaited]) -> Awaited:
         """The next event of a kind."""
@@ -132,13 +144,26 @@ def _peers(text: str) -> tuple[Contender, ...]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _contenders(providers: Sequence[str]) -> list[Contender]:
+    """pdd's own. Raises OperatorError when two would have the same name."""
+    found: dict[str, Contender] = {}
+    for contender in map(pdd_contender, providers):
+        if other := found.get(contender.name):
+            raise OperatorError(
+                f"--provider: {other.variant} and {contender.variant} would both be `{contender.name}` in the tables: "
+                "each is measured once"
+            )
+        found[contender.name] = contender
+    return list(found.values())
+
+
 def _plan(arguments: argparse.Namespace) -> Plan:
-    """Raises OperatorError when a page does not fit into the arena."""
+    """Each size once. Raises OperatorError when a page does not fit into the arena."""
     plan = Plan(
         arena_bytes=arguments.arena_mib * MIB,
-        page_bytes=[size * KIB for size in arguments.page_kib],
+        page_bytes=[size * KIB for size in dict.fromkeys(arguments.page_kib)],
         num_rounds=arguments.rounds,
-        latency_page_bytes=[size * KIB for size in arguments.latency_kib],
+        latency_page_bytes=[size * KIB for size in dict.fromkeys(arguments.latency_kib)],
         num_writes=arguments.writes,
     )
     if max(plan.page_bytes + plan.latency_page_bytes) > plan.arena_bytes:
@@ -149,11 +174,11 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 def _open(arguments: argparse.Namespace, plan: Plan, stack: ExitStack) -> tuple[list[Running], list[LeftOut]]:
     """pdd's own must open (FabricUnavailable); a peer that does not is left out."""
     runners, left_out = [], []
-    for provider in arguments.provider:
+    for ours in _contenders(arguments.provider):
         try:
-            runners.append(Running(pdd_contender(provider), Path(sys.executable), plan.arena_bytes))
+            runners.append(Running(ours, Path(sys.executable), plan.arena_bytes))
         except ContenderMissing as error:
-            raise FabricUnavailable(f"{provider}: {error}") from error
+            raise FabricUnavailable(f"{ours.variant}: {error}") from error
         stack.callback(runners[-1].close)
     for peer in arguments.vs:
         try:
@@ -167,6 +192,24 @@ def _open(arguments: argparse.Namespace, plan: Plan, stack: ExitStack) -> tuple[
     return runners, left_out
 
 
+def _terminated(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+@contextmanager
+def swept() -> Iterator[None]:
+    """Whatever ends the bench: its processes close their ports first, and endpoints of killed ones are removed."""
+    before = signal.signal(signal.SIGTERM, _terminated)
+    # Loaded with libfabric, PSM2 takes SIGINT and ends the process on the spot. This takes it back.
+    signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
+    sweep_dead_endpoints(SHARED_MEMORY)
+    try:
+        yield
+    finally:
+        sweep_dead_endpoints(SHARED_MEMORY)
+        signal.signal(signal.SIGTERM, before)
+
+
 def _progress(text: str) -> None:
     if sys.stderr.isatty():
         print(text, file=sys.stderr)
@@ -177,17 +220,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         check_plot(arguments.plot)
     plan, machine = _plan(arguments), this_machine()
-    with ExitStack() as stack:
+    with swept(), ExitStack() as stack:
         runners, left_out = _open(arguments, plan, stack)
         report = measure(runners, left_out, machine, plan, _progress)
     posting = measure_posting(PROVIDERS[Provider.TCP], plan.num_writes)
     report = msgspec.structs.replace(report, posting=posting)
-    if arguments.plot is not None:
-        plot(report, arguments.plot)
     if arguments.json:
         print(msgspec.json.encode(report).decode())
     else:
         print(describe(machine))
         print(*(beside(report) if arguments.vs else alone(report)), sep="\n")
-        print(posting.text())
+        print(posting.text(), flush=True)
+    if arguments.plot is not None:  # last: a picture that fails loses nothing
+        plot(report, arguments.plot)
     return int(any(each.failure for each in report.entrants))

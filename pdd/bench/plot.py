@@ -27,12 +27,31 @@ def check_plot(path: Path) -> None:
         raise OperatorError("--plot needs matplotlib, which is not installed: pip install pdd[plot], or use --json")
     if not path.parent.is_dir():
         raise OperatorError(f"--plot {path}: there is no directory {path.parent}")
+    formats = _figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise OperatorError(f"--plot {path}: its ending is none of {', '.join(sorted(formats))}")
+    _check_writable(path)
+
+
+def _check_writable(path: Path) -> None:
+    existed = path.exists()
+    if existed and not path.is_file():
+        raise OperatorError(f"--plot {path}: there is something else than a file")
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise OperatorError(f"--plot {path} cannot be written: {error.strerror}") from error
+    if not existed:
+        path.unlink()
+
+
+def _figure(**options: Any) -> Any:
+    return importlib.import_module("matplotlib.figure").Figure(**options)  # no pyplot: no display is looked for
 
 
 def plot(report: Report, path: Path) -> None:
-    """Writes the picture, in the format of the path's ending."""
-    figure_class: Any = importlib.import_module("matplotlib.figure").Figure  # no pyplot: no display is looked for
-    figure = figure_class(figsize=INCHES, layout="constrained")
+    """Writes the picture, in the format of the path's ending. Raises OperatorError when the file takes nothing."""
+    figure = _figure(figsize=INCHES, layout="constrained")
     rates, pages, latency = figure.subplots(1, 3)
     names = [each.contender.name for each in report.entrants]
     for name in names:
@@ -53,7 +72,10 @@ def plot(report: Report, path: Path) -> None:
     _bars(latency, report.latency, names)
     figure.legend(*rates.get_legend_handles_labels(), loc="outside lower center", ncols=len(names), fontsize="small")
     figure.suptitle(f"{report.machine.num_cores} cores of {report.machine.processor}, Linux {report.machine.kernel}")
-    figure.savefig(path, dpi=DOTS_PER_INCH)
+    try:
+        figure.savefig(path, dpi=DOTS_PER_INCH)
+    except OSError as error:
+        raise OperatorError(f"--plot {path} cannot be written: {error.strerror}") from error
 
 
 def _bars(axes: Any, latency: Sequence[Series], names: Sequence[str]) -> None:

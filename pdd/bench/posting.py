@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pdd.bench.percentile import percentile
 from pdd.bench.transfer import Pair, make_shape
 from pdd.fabric.libfabric import LibfabricPort
 from pdd.fabric.port import Write
@@ -45,8 +46,7 @@ class Posting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _spread(seconds: Sequence[float]) -> str:
-    p99 = sorted(seconds)[len(seconds) * 99 // 100]
-    return f"{statistics.median(seconds) * 1e6:.0f}/{p99 * 1e6:.0f}"
+    return f"{statistics.median(seconds) * 1e6:.0f}/{percentile(seconds, 99) * 1e6:.0f}"
 
 
 class TimedPort(LibfabricPort):

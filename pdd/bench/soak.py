@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=5.0, help="how long faults are injected (default 5)")
     parser.add_argument("--seed", type=int, help="of requests and faults; default: a new one, which is printed")
     parser.add_argument("--topology", type=Path, help="its nodes are run, on loopback; default: two of each role")
-    parser.add_argument("--same-host", type=SameHost, choices=list(SameHost), default=SameHost.COPY,
+    parser.add_argument("--same-host", choices=[*map(str, SameHost)], default="copy",
                         help="how pages go: copy (default), or fabric, as between machines")  # fmt: skip
     parser.add_argument("--clients", type=int, default=8, help="requests at once (default 8)")
     parser.add_argument("--fault-pause-s", type=float, default=2.0, help="mean pause between faults (default 2)")
@@ -101,7 +101,7 @@ def _nodes(file: Path | None) -> dict[str, Any]:
 
 async def _soak(directory: Path, nodes: dict[str, Any], args: argparse.Namespace, seed: int) -> Report:
     rng = random.Random(seed)  # noqa: S311 - not for secrets
-    cluster = ToyCluster(directory, nodes, args.same_host)
+    cluster = ToyCluster(directory, nodes, SameHost(args.same_host))
     page_tokens = next(replica.page_tokens for node in cluster.topology.nodes.values() for replica in node.replicas)
     oracle = Oracle(cluster.model.config, page_tokens)
     traffic = Traffic(list(cluster.urls.values()), Asks(rng, oracle), oracle, rng)

@@ -17,16 +17,17 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from pdd.base.ids import Immediate
-from pdd.bench.fabric import KIB, End, pieces_of, positive
+from pdd.bench.fabric import KIB, End, pieces_of, positive, swept
 from pdd.bench.machine import Machine, describe, this_machine
 from pdd.bench.peers.pair import Line, socket_lines
+from pdd.bench.percentile import percentile
 from pdd.fabric.immediate import NUM_GENERATIONS, pack
 from pdd.fabric.libfabric import PROVIDERS
 from pdd.fabric.port import CountReached, Write, WriteDone
@@ -149,14 +150,11 @@ def _serve_raiser(counter: Counter, line: Line) -> None:
 
 
 def _serve_target(provider: str, arena_bytes: int, num_pieces: int, line: Line) -> None:
-    end = End(provider, arena_bytes, line)
-    try:
+    with closing(End(provider, arena_bytes, line)) as end:
         while True:
             end.port.expect(immediate_of(line.hear()), num_pieces)
             line.say("armed")
             line.say(end.wait(CountReached).first_s)
-    finally:
-        end.port.close()
 
 
 @contextmanager
@@ -184,28 +182,21 @@ def measure(arguments: argparse.Namespace) -> tuple[str, list[Timing]]:
     arena_bytes, rest_s = page_bytes * num_pages, arguments.rest_ms / 1000
     serve_target = partial(_serve_target, arguments.provider, arena_bytes, num_pages * len(pieces_of(page_bytes)))
     provider, timings = "", []
-    with ExitStack() as stack:
+    with swept(), ExitStack() as stack:
         counter = Counter()
         raiser = stack.enter_context(_child(partial(_serve_raiser, counter)))
         targets = [stack.enter_context(_child(serve_target)) for _ in WAYS]
         for (way, spin_us), target in zip(WAYS.items(), targets, strict=True):
-            end = End(arguments.provider, arena_bytes, target, spin_us)
-            provider = end.port.info.provider
-            sender = PortSender(end, counter, page_bytes, num_pages)
-            samples = [
-                take(sender, raiser, target, number, rest_s) for number in range(WARM_UP_SAMPLES + arguments.samples)
-            ]
-            timings.append(timing(way, samples[WARM_UP_SAMPLES:]))
-            end.port.close()
+            with closing(End(arguments.provider, arena_bytes, target, spin_us)) as end:
+                provider = end.name
+                sender = PortSender(end, counter, page_bytes, num_pages)
+                numbers = range(WARM_UP_SAMPLES + arguments.samples)
+                samples = [take(sender, raiser, target, number, rest_s) for number in numbers]
+                timings.append(timing(way, samples[WARM_UP_SAMPLES:]))
     return provider, timings
 
 
 # What the user sees.
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, round(percent / 100 * len(ordered)))]
 
 
 def _row(name: str, values: Sequence[float]) -> str:

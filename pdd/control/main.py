@@ -153,7 +153,9 @@ def _add_topology(parser: argparse.ArgumentParser, output: argparse.ArgumentPars
             subparser.add_argument("file", metavar="FILE")
         elif name == "discover":
             subparser.add_argument("--sysfs", metavar="DIR", default="/sys", help="another machine's copy of /sys")
-            subparser.add_argument("--role", choices=[*Role], default=Role.PREFILL, help="of this machine's replica")
+            subparser.add_argument(
+                "--role", choices=[*map(str, Role)], default="prefill", help="of this machine's replica"
+            )
 
 
 def _interval(text: str) -> float:

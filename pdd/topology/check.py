@@ -17,7 +17,7 @@ from pdd.base.errors import TopologyInvalid
 from pdd.base.ids import NodeName
 from pdd.topology.faults import KeyPath, dotted
 from pdd.topology.model import Provider, Replica, Role, Topology
-from pdd.topology.nics import nic_address
+from pdd.topology.nics import nic_address, same_nics
 from pdd.topology.run_dir import MAX_SOCKET_PATH_BYTES, run_dir, socket_path_bytes
 
 VERSION = 1
@@ -70,7 +70,8 @@ def check_local(topology: Topology, node: NodeName) -> None:
     """What a daemon checks of its own node before it starts anything.
 
     Raises TopologyInvalid with one line a fault: an unknown node, cores that this machine does not have (or that this
-    process may not use), NICs that it does not have, an admin socket whose path is too long for the system.
+    process may not use), NICs that it does not have or that are one, an admin socket whose path is too long for the
+    system.
     """
     if node not in topology.nodes:
         raise TopologyInvalid(f"node {node} is not in the topology: it has {', '.join(topology.nodes)}")
@@ -87,7 +88,7 @@ def check_local(topology: Topology, node: NodeName) -> None:
         f"{dotted(path)}.nics: {fault}"
         for path, replica in _replicas(topology)
         if path[1] == node
-        for fault in _absent_nics(replica, topology.fabric.provider)
+        for fault in _nic_faults(replica, topology.fabric.provider)
     ]
     length_bytes = socket_path_bytes(run_dir(topology), node)
     if length_bytes > MAX_SOCKET_PATH_BYTES:
@@ -102,7 +103,7 @@ def _all_progress_cores(replica: Replica) -> list[int]:
     return sorted({core for cores in replica.progress_cores_by_rank or () for core in cores})
 
 
-def _absent_nics(replica: Replica, provider: Provider) -> Iterator[str]:
+def _nic_faults(replica: Replica, provider: Provider) -> Iterator[str]:
     if provider is Provider.EFA:
         return  # they are no network interfaces: opening one tells whether it is there
     for nic in sorted({nic for nics in replica.nics_by_rank for nic in nics}):
@@ -110,6 +111,7 @@ def _absent_nics(replica: Replica, provider: Provider) -> Iterator[str]:
             nic_address(nic)
         except TopologyInvalid as error:
             yield str(error)
+    yield from same_nics(replica)
 
 
 def _replicas(topology: Topology) -> Iterator[tuple[KeyPath, Replica]]:

@@ -17,6 +17,9 @@ import msgspec
 from pdd.base.errors import OperatorError
 
 SYSFS = Path("/sys")
+MAX_CPUS = 8192
+"""CONFIG_NR_CPUS of the largest kernels."""
+_NODE = re.compile(r"node\d{1,6}")
 _HOST_BRIDGE = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
 _FUNCTION = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _AMAZON = "0x1d0f"
@@ -105,26 +108,38 @@ def numa_nodes(sysfs: Path = SYSFS) -> tuple[NumaNode, ...]:
     lists = {
         int(directory.name.removeprefix("node")): cpu_list(_text(directory / "cpulist"))
         for directory in (sysfs / "devices/system/node").glob("node[0-9]*")
+        if _NODE.fullmatch(directory.name)
     }
     if not any(lists.values()):
         lists = {0: cpu_list(_text(cpus / "online")) or [0]}
-    return tuple(NumaNode(number, _cores(cpus, numbers)) for number, numbers in sorted(lists.items()) if numbers)
+    taken: set[int] = set()
+    nodes = [NumaNode(number, _cores(cpus, numbers, taken)) for number, numbers in sorted(lists.items())]
+    return tuple(node for node in nodes if node.cores)
 
 
 def cpu_list(text: str) -> list[int]:
-    """`0-2,8` to [0, 1, 2, 8]; nothing where the text is no such list."""
+    """`0-2,8` to [0, 1, 2, 8]; nothing where the text is no such list, or one of more CPUs than Linux can have."""
     if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
         return []
     ends = [part.partition("-") for part in text.split(",")]
-    return sorted(set(chain.from_iterable(range(int(first), int(last or first) + 1) for first, _, last in ends)))
+    ranges = [range(int(first), int(last or first) + 1) for first, _, last in ends]
+    if any(each.stop > MAX_CPUS for each in ranges):
+        return []
+    return sorted(set(chain.from_iterable(ranges)))
 
 
-def _cores(cpus: Path, numbers: list[int]) -> tuple[Core, ...]:
-    cores: dict[Core, None] = {}
+def _cores(cpus: Path, numbers: list[int], taken: set[int]) -> tuple[Core, ...]:
+    """Adds to `taken`: no CPU is in two cores, or in two nodes, whatever the files say."""
+    cores: list[Core] = []
+    free = set(numbers) - taken
     for number in numbers:
+        if number not in free:
+            continue
         siblings = cpu_list(_text(cpus / f"cpu{number}/topology/thread_siblings_list"))
-        core = tuple(sibling for sibling in siblings if sibling in numbers)
-        cores[core if number in core else (number,)] = None
+        core = tuple(sibling for sibling in siblings if sibling in free)
+        cores.append(core if number in core else (number,))
+        free.difference_update(cores[-1])
+    taken.update(numbers)
     return tuple(cores)
 
 
@@ -178,18 +193,18 @@ def _ethernet_nics(sysfs: Path) -> Iterator[Nic | str]:
 
 def _owner(sysfs: Path, interface: str) -> str:
     master = sysfs / "class/net" / interface / "master"
-    return master.resolve().name if master.exists() else interface
+    return _resolved(master).name if master.exists() else interface
 
 
 def _path(link: Path) -> tuple[str, ...]:
-    parts = link.resolve().parts
+    parts = _resolved(link).parts
     first = next((i for i, part in enumerate(parts) if _HOST_BRIDGE.fullmatch(part)), len(parts))
     return tuple(part for i, part in enumerate(parts[first:]) if i == 0 or _FUNCTION.fullmatch(part))
 
 
 def _function_directory(link: Path) -> Path:
     """Of the PCI function that a device stands behind: `0000:00:03.0` for `0000:00:03.0/virtio2`."""
-    directory = link.resolve()
+    directory = _resolved(link)
     return next((path for path in (directory, *directory.parents) if _FUNCTION.fullmatch(path.name)), directory)
 
 
@@ -213,6 +228,14 @@ def _number(text: str) -> float | None:
     """The number that a text begins with, such as `400 Gb/sec (4X NDR)`; None: there is none above 0."""
     found = re.match(r"\d{1,9}(\.\d{1,9})?", text)
     return (float(found[0]) or None) if found else None
+
+
+def _resolved(link: Path) -> Path:
+    """The link itself where it leads round in a circle."""
+    try:
+        return link.resolve()
+    except (OSError, RuntimeError):  # Python 3.11 raises RuntimeError for a circle
+        return link
 
 
 def _entries(directory: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import socket
 import struct
@@ -26,6 +27,18 @@ def port_hosts(replica: Replica, host: str, provider: Provider) -> tuple[tuple[s
     if provider is Provider.EFA:
         return replica.nics_by_rank
     return tuple(tuple(nic_address(nic) for nic in nics) for nics in replica.nics_by_rank)
+
+
+def same_nics(replica: Replica) -> Iterator[str]:
+    """A fault for each rank that names one address of this machine twice, such as `lo` and 127.0.0.1. NICs that are
+    not here are left out."""
+    for rank, nics in enumerate(replica.nics_by_rank):
+        first: dict[str, str] = {}
+        for nic in nics:
+            with contextlib.suppress(TopologyInvalid):
+                address = nic_address(nic)
+                if first.setdefault(address, nic) != nic:
+                    yield f"rank {rank} names one NIC twice: {first[address]} and {nic} are both {address}"
 
 
 def port_interfaces(replica: Replica, host: str) -> tuple[tuple[str, ...], ...]:

@@ -1,4 +1,4 @@
-"""One thread that copies pages within a process: what this machine's memory gives. All of it happens in the target."""
+"""One thread that copies pages within a process, in a plain loop. All of it happens in the target."""
 
 from __future__ import annotations
 

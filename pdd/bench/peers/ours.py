@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import uvloop
 
 from pdd.base.ids import Immediate
+from pdd.bench.contender import COPY
 from pdd.bench.fabric import PATIENCE_S, End, pieces_of
 from pdd.bench.peers import pair
 from pdd.bench.peers.pair import Line, Round, Seen
@@ -22,6 +23,13 @@ from pdd.fabric.port import CountReached, Write, WriteDone
 
 def _immediate(job: Round) -> Immediate:
     return pack(1, job.number % NUM_GENERATIONS)
+
+
+def _described(end: End) -> str:
+    if end.name == COPY:
+        return "copies between mapped arenas (memfd)"
+    info = end.port.info
+    return f"{info.provider}, libfabric {info.library_version}, up to {info.pages_per_write} pages a write"
 
 
 class Source(pair.Source):
@@ -41,7 +49,7 @@ class Source(pair.Source):
             raise RuntimeError(f"the write ended with errno {done.error}")
 
     def close(self) -> None:
-        self._end.port.close()
+        self._end.close()
 
 
 class Target(pair.Target):
@@ -51,15 +59,23 @@ class Target(pair.Target):
         self._loop = uvloop.new_event_loop()
         self._loop.add_reader(self._end.port.fileno(), self._poll)
         self._reached: asyncio.Future[Seen] = self._loop.create_future()
-        info = self._end.port.info
-        self.version = f"{info.provider}, libfabric {info.library_version}, up to {info.pages_per_write} pages a write"
+        self._copied_bytes = 0
+        self.version = _described(self._end)
 
     def prepare(self, job: Round, target_pages: Sequence[int]) -> None:
         self._reached = self._loop.create_future()
+        self._check_copied(job.number)
         self._end.port.expect(_immediate(job), job.num_pages * len(pieces_of(job.page_bytes)))
 
     def wait(self) -> Seen:
         return self._loop.run_until_complete(asyncio.wait_for(self._reached, PATIENCE_S))
+
+    def _check_copied(self, number: int) -> None:
+        """Raises RuntimeError when nothing of the round before this one was copied: what came over the NIC must not
+        pass for copies. The first round is left out: a port takes the NIC until both sides have mapped the other's."""
+        before, self._copied_bytes = self._copied_bytes, self._end.port.statistics()["num_copied_bytes"]
+        if self._end.name == COPY and number > 1 and self._copied_bytes == before:
+            raise RuntimeError("the pages came over the NIC instead of being copied")
 
     def _poll(self) -> None:
         for event in self._end.port.events():
@@ -68,4 +84,4 @@ class Target(pair.Target):
 
     def close(self) -> None:
         self._loop.close()
-        self._end.port.close()
+        self._end.close()

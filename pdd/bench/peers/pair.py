@@ -30,6 +30,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 HUGE_PAGE_BYTES = 2 << 20
 WORD_BYTES = 8
 PR_SET_PDEATHSIG = 1
+GOODBYE_S = 5.0
+"""For the source to close what it has open, before it is killed with the target."""
 
 
 class Complaint(Exception):
@@ -241,9 +243,16 @@ def _run_source(module: str, variant: str, arena_bytes: int, line: Line) -> None
 
 def _run_target(module: str, variant: str, arena_bytes: int, line: Line, bench: Line) -> None:
     target = _load(module, bench).Target(variant, arena_bytes, line)
-    bench.say({"version": target.version})
     with contextlib.closing(target):
+        bench.say({"version": target.version})
         serve_target(target, line, bench)
+
+
+def _wait_for(pid: int) -> None:
+    """Until a child has ended, or ought to have."""
+    pid_fd = os.pidfd_open(pid)
+    select.select([pid_fd], [], [], GOODBYE_S)
+    os.close(pid_fd)
 
 
 def main(module: str, variant: str, arena_bytes: int, bench_fd: int) -> NoReturn:
@@ -251,7 +260,8 @@ def main(module: str, variant: str, arena_bytes: int, bench_fd: int) -> NoReturn
     bench = Line(socket.socket(fileno=bench_fd))
     _die_with_parent()
     ours, theirs = socket_lines()
-    is_source = not os.fork()
+    source_pid = os.fork()
+    is_source = not source_pid
     try:
         if is_source:
             _die_with_parent()
@@ -264,5 +274,9 @@ def main(module: str, variant: str, arena_bytes: int, bench_fd: int) -> NoReturn
         traceback.print_exc()
         (theirs if is_source else bench).complain(error)
     finally:
+        if not is_source:
+            with contextlib.suppress(OSError):
+                ours.close()  # which ends the source
+            _wait_for(source_pid)
         sys.stderr.flush()
         os._exit(0)  # no peer's destructor may hold up the bench

@@ -18,6 +18,8 @@ from pdd.bench.compare_text import alone, beside
 from pdd.bench.contender import PEERS, Contender, ContenderFailed, Route, parse_peers, pdd_contender
 from pdd.bench.machine import Machine
 from pdd.bench.peers.pair import Took
+from pdd.bench.percentile import percentile
+from pdd.bench.posting import Posting
 
 MACHINE = Machine(processor="a processor", num_cores=2, memory_bytes=2**34, kernel="6", python="3.11", load_average=0.5)
 PLAN = Plan(arena_bytes=1 << 20, page_bytes=[4096], num_rounds=3, latency_page_bytes=[4096], num_writes=7)
@@ -60,6 +62,12 @@ def test_different_pages_are_not_compared() -> None:
 def test_the_best_is_the_one_with_the_best_median() -> None:
     lucky, steady = series("nixl-tuned", 0.1, 5.0, 5.0), series("nixl-default", 1.0, 1.0, 1.0)
     assert best([lucky, steady]) is steady
+
+
+def test_percentiles_are_the_same_everywhere() -> None:
+    seconds = [i / 1e6 for i in range(1, 101)]
+    assert percentile(seconds, 99) == series("pdd net", *seconds).percentile_s(99) == 100e-6
+    assert "50/100;" in Posting(write=seconds, write_waking=seconds, announce_waking=seconds).text()
 
 
 def test_percentiles_of_few_samples_exist() -> None:

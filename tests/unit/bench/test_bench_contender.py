@@ -1,5 +1,6 @@
 """The processes of a contender: stopped between turns, checked after each round, left out when not installed."""
 
+import contextlib
 import os
 import select
 import sys
@@ -8,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from pdd.base.ids import Immediate
 from pdd.bench.contender import PEERS, Contender, ContenderFailed, ContenderMissing, Running
+from pdd.bench.peers import ours
 from pdd.bench.peers.pair import Arena, Round, check, stamp
+from pdd.fabric.port import CountReached
 
 KIB, MIB = 1 << 10, 1 << 20
 PYTHON = Path(sys.executable)
@@ -105,6 +109,42 @@ def test_a_contender_that_cannot_open_says_why() -> None:
     contender = Contender(name="pdd none", route=PEERS["memcpy"][0].route, module="ours", variant="no-such-provider")
     with pytest.raises(ContenderMissing, match=r"FabricUnavailable.*no-such-provider"):
         Running(contender, PYTHON, MIB)
+
+
+def test_pages_over_the_nic_do_not_pass_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FakeEnd:
+        """Its port counts all pages of a round at once, and has copied so many bytes."""
+
+        name, arena = "copy", Arena(64 * KIB)
+        copied_bytes = 0
+
+        def __init__(self, variant: str, arena_bytes: int, line: object) -> None:
+            self.port, self._bell = self, os.eventfd(0)
+
+        def fileno(self) -> int:
+            return self._bell
+
+        def expect(self, immediate: Immediate, count: int) -> None:
+            os.eventfd_write(self._bell, 1)
+
+        def events(self) -> list[CountReached]:
+            os.eventfd_read(self._bell)
+            return [CountReached(Immediate(1), first_s=1.0, last_s=2.0)]
+
+        def statistics(self) -> dict[str, int]:
+            return {"num_copied_bytes": self.copied_bytes}
+
+        def close(self) -> None:
+            os.close(self._bell)
+
+    monkeypatch.setattr(ours, "End", FakeEnd)
+    with contextlib.closing(ours.Target("copy", 64 * KIB, None)) as target:  # type: ignore[arg-type]
+        for number, copied_bytes in enumerate((0, 0, 4 * KIB)):  # the first round may take the NIC
+            FakeEnd.copied_bytes = copied_bytes
+            target.prepare(Round(number, 4 * KIB, 16), range(16))
+            assert target.wait().end_s == 2.0
+        with pytest.raises(RuntimeError, match="over the NIC instead of being copied"):
+            target.prepare(Round(3, 4 * KIB, 16), range(16))
 
 
 def test_both_processes_stand_still_between_turns_and_are_gone_at_the_end() -> None:

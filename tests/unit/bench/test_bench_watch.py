@@ -103,6 +103,13 @@ def test_a_counter_rises_by_one_and_wakes() -> None:
     assert counter.value == 2
 
 
+def test_copies_are_called_so(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    watch.add_arguments(parser)
+    assert watch.run(parser.parse_args(["--provider", "copy", "--samples", "2", "--rest-ms", "1", "--pages", "2"])) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("copy, 2 pages of 32 KiB")
+
+
 def test_real_processes_take_real_samples(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     watch.add_arguments(parser)

@@ -602,6 +602,7 @@ def test_topology_discover_on_this_machine(
     assert main(["topology", "discover", "--sysfs", str(tmp_path)]) == 1
     assert "no sysfs" in capsys.readouterr().err
     assert main(["topology", "discover", "--role", "both"]) == 2
+    assert "(choose from 'prefill', 'decode', 'colocated')" in capsys.readouterr().err
 
 
 def test_topology_show_and_schema(capsys: pytest.CaptureFixture[str]) -> None:

@@ -305,9 +305,41 @@ def test_files_of_nonsense_are_not_known(tmp_path: Path) -> None:
     assert len(propose(machine)) == 8
 
 
+def test_links_that_lead_round_in_a_circle_are_not_known(tmp_path: Path) -> None:
+    root = build(tmp_path / "sys", LAPTOP)
+    loop = root / "loop"
+    loop.symlink_to(loop)
+    (root / "bus/pci/devices/0000:99:00.0").symlink_to(loop)
+    (root / "class/net/loop0").symlink_to(loop)
+    (root / "class/infiniband").mkdir(exist_ok=True)
+    (root / "class/infiniband/mlx5_0").symlink_to(loop)
+    (root / "class/net/eth7").mkdir()
+    (root / "class/net/eth7/device").symlink_to(loop)
+    (root / "devices/system/node/node1x").mkdir()
+    assert [nic.name for nic in read_machine(root).nics] == ["wlp0s20f3"]
+
+
+@pytest.mark.parametrize(
+    ("cpu", "siblings"), [(0, "0-1"), (1, "0-1,4-5"), (7, "0-7")], ids=["overlap", "chain", "everything"]
+)
+def test_no_cpu_is_in_two_cores_whatever_the_siblings_lists_say(tmp_path: Path, cpu: int, siblings: str) -> None:
+    root = build(tmp_path / "sys", LAPTOP)
+    (root / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").write_text(f"{siblings}\n")
+    found = [each for node in numa_nodes(root) for core in node.cores for each in core]
+    assert sorted(found) == list(range(8))
+
+
+def test_no_cpu_is_in_two_nodes(tmp_path: Path) -> None:
+    root = build(tmp_path / "sys", P5)
+    (root / "devices/system/node/node1/cpulist").write_text("0-191\n")
+    found = [each for node in numa_nodes(root) for core in node.cores for each in core]
+    assert sorted(found) == list(range(192))
+
+
 def test_lists_of_cpus() -> None:
     assert cpu_list("0-2,8,5-6") == [0, 1, 2, 5, 6, 8]
-    for text in ("", "a", "1-", "-1", "1,,2", "9" * 30):
+    assert len(cpu_list("0-8191")) == 8192
+    for text in ("", "a", "1-", "-1", "1,,2", "9" * 30, "0-8192", "0-999999"):
         assert cpu_list(text) == []
 
 

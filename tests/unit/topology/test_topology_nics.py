@@ -118,6 +118,14 @@ def test_every_absent_nic_is_told_before_the_start(load_nics: Load) -> None:
         assert f"{LOOPBACK} (127.0.0.1)" in line, "which there are"
 
 
+def test_a_name_and_its_address_are_one_nic(load_nics: Load) -> None:
+    with pytest.raises(TopologyInvalid) as caught:
+        check_local(load_nics(f"[[127.0.0.2, {LOOPBACK}], [{LOOPBACK}, 127.0.0.1]]", "{tp: 2}"), NodeName("n0"))
+    assert str(caught.value) == (
+        f"nodes.n0.replicas[2].nics: rank 1 names one NIC twice: {LOOPBACK} and 127.0.0.1 are both 127.0.0.1"
+    )
+
+
 def test_names_mean_addresses() -> None:
     assert nic_address(LOOPBACK) == "127.0.0.1"
     assert nic_address("127.0.0.9") == "127.0.0.9"
