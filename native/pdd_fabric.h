@@ -108,7 +108,7 @@ struct pdd_nic_stats {
 
 /* How a peer is reached at this moment. */
 struct pdd_peer_info {
-    uint32_t copies;    /* 1: its pages are copied, if the memory has a descriptor; the NICs rest */
+    uint32_t copies;    /* 1: its port has let us in, and copies from memory that has a descriptor; the NICs rest */
     uint32_t num_paths; /* pairs of a NIC of ours and one of the peer's */
     uint32_t num_open;  /* of those; the others failed and have not worked since, though they are tried now and then */
 };

@@ -53,7 +53,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """How a peer is reached at this moment."""
 
     copies: bool
-    """It is on this machine, and its port copies from our memory; the NICs rest."""
+    """It is on this machine, and its port has agreed to copy from our memory; the NICs rest. The first write asks."""
     num_paths: int
     """Pairs of a NIC of ours and one of the peer's."""
     num_open: int

@@ -500,6 +500,40 @@ static void test_a_target_that_lies(void)
     teardown(&bench);
 }
 
+static bool is_copied_to(struct bench *bench, uint32_t peer)
+{
+    struct pdd_peer_info info;
+    CHECK(!pdd_get_peer(bench->source, peer, &info));
+    return info.copies;
+}
+
+/* The kernel takes the connection, and the hello, for a process that hangs. */
+static void test_a_target_that_never_lets_in_is_reached_over_nics(void)
+{
+    enum { JOBS = 20 };
+    struct bench bench;
+    int listener;
+    setup(&bench);
+    CHECK(!is_copied_to(&bench, bench.peer)); /* not tried yet */
+    probe(&bench);
+    CHECK(is_copied_to(&bench, bench.peer));
+    uint32_t peer = add_hostile_peer(&bench, &listener);
+    for (int round = 0; round < 3; round++) {
+        for (int i = 0; i < JOBS; i++)
+            submit(&bench, peer, 9 << 20);
+        CHECK(!is_copied_to(&bench, peer));
+        fake_skip_ns(6 * 1000000000ull); /* as long as any silence may last */
+        for (int i = 0; i < JOBS; i++) {
+            struct pdd_event event = next_event(bench.source);
+            CHECK(event.kind == PDD_WRITE_DONE && !event.error);
+        }
+    }
+    CHECK(!is_copied_to(&bench, peer));
+    probe(&bench);
+    close(listener);
+    teardown(&bench);
+}
+
 int main(void)
 {
     fake_start(2, (struct fake_odds){0});
@@ -508,6 +542,7 @@ int main(void)
     test_a_ring_of_noise();
     test_bad_messages();
     test_a_target_that_lies();
+    test_a_target_that_never_lets_in_is_reached_over_nics();
     CHECK(!fake_num_open());
     puts("ok");
     return 0;
