@@ -175,6 +175,8 @@ static int post_next(struct pdd_port *port, struct write *write)
             return 0;
         if (rc != -FI_EAGAIN) {
             add_stat(&port->stats.num_errors, 1);
+            if (path->nic->terms.lingers) /* it stays open, and would be asked again at once */
+                return -error_number(-rc);
             pdd_fail_path(port, path, error_number(-rc));
             return 1;
         }

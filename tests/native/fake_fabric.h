@@ -28,6 +28,8 @@ enum { FAKE_STRAY_SLOT = 2048, FAKE_SLOTS = 32, FAKE_GENERATIONS = 256 };
 void fake_start(uint64_t seed, struct fake_odds odds);
 /* Only good weather from here on. */
 void fake_calm(void);
+/* It takes the name of another provider, and is treated as that one, until the next start. Nothing is open. */
+void fake_rename(const char *provider);
 /* Messages are taken and not delivered, until it is taken back. */
 void fake_hold(bool hold);
 /* What peers write to fails at its next read. */

@@ -185,6 +185,24 @@ static void test_a_peer_that_falls_silent(void)
     CHECK(!fake_num_open());
 }
 
+/* Over shm a path is never closed: what fails to be posted there must not be tried for ever. */
+static void test_a_path_that_stays_open_and_takes_nothing(void)
+{
+    fake_start(5, (struct fake_odds){.post_error = 1000});
+    fake_rename("shm");
+    struct side source = open_side("shm", "a", false), target = open_side("shm", "a", false);
+    uint32_t peer = meet(&source, &target.memory);
+    for (uint32_t i = 0; i < 20; i++)
+        submit(&source, peer, i, PAGES);
+    CHECK(take_ends(&source, 20) == 20 && stats_of(&source).num_errors == 20);
+    fake_calm();
+    submit(&source, peer, 0, PAGES);
+    CHECK(!take_ends(&source, 1));
+    close_side(&source);
+    close_side(&target);
+    CHECK(!fake_num_open());
+}
+
 static void test_registrations_that_fail(void)
 {
     fake_start(4, (struct fake_odds){0});
@@ -364,6 +382,7 @@ int main(void)
     test_completions_that_come_twice_are_counted();
     test_a_port_that_fails_with_messages_under_way();
     test_a_peer_that_falls_silent();
+    test_a_path_that_stays_open_and_takes_nothing();
     test_registrations_that_fail();
     test_strangers_do_not_outlive_a_registration();
     puts("ok");
