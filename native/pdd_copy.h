@@ -118,7 +118,7 @@ struct copying {
 };
 
 /* pdd_copying.c: what both sides share. All on the progress thread, open and close apart. */
-int pdd_copying_open(struct pdd_port *port);
+void pdd_copying_open(struct pdd_port *port);
 void pdd_copying_close(struct pdd_port *port);
 void pdd_copying_socket_name(const uint8_t *name, void *address, uint32_t *address_bytes);
 bool pdd_copying_same_user(int socket);

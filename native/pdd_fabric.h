@@ -29,7 +29,7 @@ struct pdd_info {
     uint32_t pages_per_write;
     uint32_t fences;
     uint32_t num_nics;
-    uint32_t reserved;
+    uint32_t copies; /* 1: asked for, and this process can take part in them */
     uint64_t max_write_bytes;
 };
 

@@ -39,6 +39,8 @@ class ProviderInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_write_bytes: int
     fences: bool
     """True when `release` surely stops late writes of the peer that used the registration's `address`."""
+    copies: bool
+    """True when peers of this machine may have their pages copied: it was asked for, and the system lets us."""
 
 
 class RegisteredMemory(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@
 #include <stddef.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -594,6 +595,30 @@ int __wrap_clock_gettime(clockid_t clock, struct timespec *now)
     now->tv_sec += (time_t)(ns / 1000000000u);
     now->tv_nsec = (long)(ns % 1000000000u);
     return rc;
+}
+
+/* ---- in front of the system ---- */
+static _Atomic(const char *) refused;
+void fake_refuse(const char *function) { atomic_store(&refused, function); }
+
+static bool is_refused(const char *function)
+{
+    const char *name = atomic_load(&refused);
+    if (!name || strcmp(name, function))
+        return false;
+    errno = EACCES;
+    return true;
+}
+
+FILE *__real_fopen(const char *path, const char *mode);
+FILE *__wrap_fopen(const char *path, const char *mode);
+FILE *__wrap_fopen(const char *path, const char *mode) { return is_refused("fopen") ? NULL : __real_fopen(path, mode); }
+
+int __real_bind(int socket, const struct sockaddr *address, socklen_t bytes);
+int __wrap_bind(int socket, const struct sockaddr *address, socklen_t bytes);
+int __wrap_bind(int socket, const struct sockaddr *address, socklen_t bytes)
+{
+    return is_refused("bind") ? -1 : __real_bind(socket, address, bytes);
 }
 
 /* ---- for tests ---- */

@@ -226,6 +226,31 @@ static void test_registrations_that_fail(void)
     close_side(&side);
 }
 
+/* Copies are a default: who cannot have them, say in a sandbox, is reached over NICs. */
+static void test_a_machine_without_copies(void)
+{
+    static const char *const refused[] = {"fopen", "bind"};
+    for (int i = 0; i < 4; i++) {
+        struct side sides[2];
+        int num_fds = count_fds();
+        fake_start(6, (struct fake_odds){0});
+        for (int k = 0; k < 2; k++) { /* once it writes, once it is written to */
+            struct pdd_info info;
+            bool alone = k == i / 2;
+            fake_refuse(alone ? refused[i % 2] : NULL);
+            sides[k] = open_side("fake", "a", true);
+            pdd_get_info(sides[k].port, &info);
+            CHECK(info.copies == !alone);
+        }
+        fake_refuse(NULL);
+        submit(&sides[0], meet(&sides[0], &sides[1].memory), 0, PAGES);
+        CHECK(!take_ends(&sides[0], 1) && !stats_of(&sides[1]).num_copied_bytes);
+        close_side(&sides[0]);
+        close_side(&sides[1]);
+        CHECK(!fake_num_open() && count_fds() == num_fds);
+    }
+}
+
 /* ---- the network ---- */
 static int connect_to(const struct pdd_memory *memory)
 {
@@ -384,6 +409,7 @@ int main(void)
     test_a_peer_that_falls_silent();
     test_a_path_that_stays_open_and_takes_nothing();
     test_registrations_that_fail();
+    test_a_machine_without_copies();
     test_strangers_do_not_outlive_a_registration();
     puts("ok");
     return 0;
