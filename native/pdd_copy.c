@@ -249,32 +249,41 @@ unsigned pdd_reap_copies(struct pdd_port *port)
 }
 
 /* ---- failure ---- */
-/* Until it is tried again the NICs are the way. What is in the ring may or may not have been copied: its writes end. */
-void pdd_fail_copier(struct pdd_port *port, struct copier *copier, int error)
+static bool waits(const struct copier *copier)
 {
-    if (!copier->ring)
-        return;
+    return copier->ring && (!copier->accepted || copier->head != copier->tail);
+}
+
+/* Until it is tried again the NICs are the way. What is in the ring may or may not have been copied: its writes end. */
+static void give_up(struct pdd_port *port, struct copier *copier, int error)
+{
     take_done(port, copier); /* what was done has not failed */
     disconnect(port->copying, copier);
     while (copier->head != copier->tail)
         job_done(port, copier, error);
     retry_later(&copier->reconnect, port->now_ns);
+}
+
+/* A target that leaves while nothing is asked of it has not failed. */
+void pdd_fail_copier(struct pdd_port *port, struct copier *copier, int error)
+{
+    bool fails = waits(copier);
+    if (copier->ring)
+        give_up(port, copier, error);
+    if (!fails)
+        return;
+    add_stat(&port->stats.num_failed_copiers, 1);
     add_stat(&port->stats.num_failed_paths, 1);
 }
 
-/* A memory is released: who can read it must not. */
+/* A memory is released: who can read it must not. That is no failure. */
 void pdd_forget_source(struct pdd_port *port, uint32_t handle)
 {
     if (!port->copying)
         return;
     for (struct link *link = port->copying->copiers.next; link != &port->copying->copiers; link = link->next)
-        if (knows_source((struct copier *)link, handle))
-            pdd_fail_copier(port, (struct copier *)link, ECANCELED);
-}
-
-static bool waits(const struct copier *copier)
-{
-    return copier->ring && (!copier->accepted || copier->head != copier->tail);
+        if (((struct copier *)link)->ring && knows_source((struct copier *)link, handle))
+            give_up(port, (struct copier *)link, ECANCELED);
 }
 
 static uint64_t max_silence_ns(const struct copier *copier)

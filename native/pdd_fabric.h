@@ -97,6 +97,7 @@ struct pdd_stats {
     uint64_t num_wakeups;        /* returns from poll */
     uint64_t num_copied_bytes;   /* for peers of this machine, by the target's port */
     uint64_t num_failed_paths;   /* times that a way to a peer was given up */
+    uint64_t num_failed_copiers; /* of those: that of copies */
     uint64_t num_unknown;        /* completions of nothing that was under way, for example of one thing twice */
 };
 

@@ -118,12 +118,14 @@ static void probe(struct bench *bench)
     CHECK(event.kind == PDD_COUNT_REACHED && event.immediate == imm);
 }
 
-static uint64_t num_errors(const pdd_port *port)
+static struct pdd_stats stats_of(const pdd_port *port)
 {
     struct pdd_stats stats;
     pdd_get_stats(port, &stats);
-    return stats.num_errors;
+    return stats;
 }
+
+static uint64_t num_errors(const pdd_port *port) { return stats_of(port).num_errors; }
 
 /* ---- a writer that breaks the rules ---- */
 struct stranger {
@@ -528,9 +530,15 @@ static void test_a_target_that_never_lets_in_is_reached_over_nics(void)
             CHECK(event.kind == PDD_WRITE_DONE && !event.error);
         }
     }
-    CHECK(!is_copied_to(&bench, peer));
+    CHECK(!is_copied_to(&bench, peer) && !pdd_drop_peer(bench.source, peer));
+    uint64_t num_failed = stats_of(bench.source).num_failed_copiers;
+    CHECK(num_failed && stats_of(bench.source).num_failed_paths == num_failed);
     probe(&bench);
     close(listener);
+    CHECK(!pdd_release(bench.target, bench.target_memory.memory)); /* idle, it leaves */
+    for (int i = 0; i < CHECK_PATIENCE_MS && is_copied_to(&bench, bench.peer); i++)
+        poll(NULL, 0, 1);
+    CHECK(!is_copied_to(&bench, bench.peer) && stats_of(bench.source).num_failed_copiers == num_failed);
     teardown(&bench);
 }
 
