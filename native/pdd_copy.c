@@ -137,10 +137,19 @@ static bool is_accepted(struct copier *copier)
     return copier->accepted;
 }
 
+static void count_failure(struct pdd_port *port)
+{
+    add_stat(&port->stats.num_failed_copiers, 1);
+    add_stat(&port->stats.num_failed_paths, 1);
+}
+
 /* True while this is the way to the peer. After a failure it is only once the target has let us in: the NICs carry what
  * would wait for that. */
 bool pdd_copier_ready(struct pdd_port *port, struct copier *copier)
 {
+    if (copier->left)
+        count_failure(port);
+    copier->left = false;
     if (!copier->ring && (copier->reconnect.after_ns > port->now_ns || start(port, copier)))
         return false;
     return is_accepted(copier) || !copier->reconnect.pause_ns;
@@ -264,16 +273,14 @@ static void give_up(struct pdd_port *port, struct copier *copier, int error)
     retry_later(&copier->reconnect, port->now_ns);
 }
 
-/* A target that leaves while nothing is asked of it has not failed. */
 void pdd_fail_copier(struct pdd_port *port, struct copier *copier, int error)
 {
-    bool fails = waits(copier);
-    if (copier->ring)
-        give_up(port, copier, error);
-    if (!fails)
+    if (!copier->ring)
         return;
-    add_stat(&port->stats.num_failed_copiers, 1);
-    add_stat(&port->stats.num_failed_paths, 1);
+    copier->left = !waits(copier);
+    if (!copier->left)
+        count_failure(port);
+    give_up(port, copier, error);
 }
 
 /* A memory is released: who can read it must not. That is no failure. */

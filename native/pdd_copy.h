@@ -82,6 +82,7 @@ struct copier {
     struct tag socket_tag, bell_tag;
     struct copy_ring *ring; /* NULL: not connected */
     bool accepted;          /* the target has said so, which it cannot take back */
+    bool left;              /* the target went while nothing was asked of it: a failure if it is wanted again */
     uint32_t head, tail;
     uint64_t bytes_in_flight, progress_ns;
     uint32_t sources[COPY_SOURCES], num_sources; /* that the target has */

@@ -539,6 +539,9 @@ static void test_a_target_that_never_lets_in_is_reached_over_nics(void)
     for (int i = 0; i < CHECK_PATIENCE_MS && is_copied_to(&bench, bench.peer); i++)
         poll(NULL, 0, 1);
     CHECK(!is_copied_to(&bench, bench.peer) && stats_of(bench.source).num_failed_copiers == num_failed);
+    submit(&bench, bench.peer, 9 << 20); /* ... and is wanted again */
+    CHECK(next_event(bench.source).kind == PDD_WRITE_DONE);
+    CHECK(stats_of(bench.source).num_failed_copiers == num_failed + 1);
     teardown(&bench);
 }
 
