@@ -8,6 +8,9 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+/* The kernel takes connections for a target that hangs: until one is let in, nothing is lost by giving it up. */
+static const uint64_t MAX_ACCEPT_NS = 1000000000ull;
+
 /* ---- connection ---- */
 static bool send_message(int socket, const struct copy_message *message, const int *fds, uint32_t num_fds)
 {
@@ -64,6 +67,7 @@ static void disconnect(struct copying *copying, struct copier *copier)
         munmap(copier->ring, sizeof *copier->ring);
     }
     copier->ring = NULL;
+    copier->accepted = false;
     pdd_copying_close_fd(copying, &copier->socket);
     pdd_copying_close_fd(copying, &copier->bell);
     pdd_copying_close_fd(copying, &copier->reader_bell);
@@ -127,10 +131,28 @@ bool pdd_copier_takes(struct pdd_port *port, const struct copier *copier, const 
            (pdd_find_memory(port, write->spec.memory)->fd >= 0 && copier->num_sources < COPY_SOURCES);
 }
 
-/* True while this is the way to the peer. */
+static bool is_accepted(struct copier *copier)
+{
+    copier->accepted = copier->accepted || (copier->ring && atomic_load(&copier->ring->accepted));
+    return copier->accepted;
+}
+
+static void count_failure(struct pdd_port *port)
+{
+    add_stat(&port->stats.num_failed_copiers, 1);
+    add_stat(&port->stats.num_failed_paths, 1);
+}
+
+/* True while this is the way to the peer. After a failure it is only once the target has let us in: the NICs carry what
+ * would wait for that. */
 bool pdd_copier_ready(struct pdd_port *port, struct copier *copier)
 {
-    return copier->ring || (copier->reconnect.after_ns <= port->now_ns && !start(port, copier));
+    if (copier->left)
+        count_failure(port);
+    copier->left = false;
+    if (!copier->ring && (copier->reconnect.after_ns > port->now_ns || start(port, copier)))
+        return false;
+    return is_accepted(copier) || !copier->reconnect.pause_ns;
 }
 
 /* ---- jobs ---- */
@@ -152,7 +174,7 @@ int pdd_post_copy(struct pdd_port *port, struct copier *copier, struct write *wr
 {
     const struct memory *memory = pdd_find_memory(port, write->spec.memory);
     struct batch batch;
-    if (!atomic_load(&copier->ring->accepted) || copier->tail - copier->head == COPY_JOBS ||
+    if (!copier->accepted || copier->tail - copier->head == COPY_JOBS ||
         copier->bytes_in_flight >= COPY_BYTES)
         return -FI_EAGAIN;
     int rc = knows_source(copier, write->spec.memory) ? 0 : send_source(copier, memory);
@@ -215,6 +237,7 @@ static int take_done(struct pdd_port *port, struct copier *copier)
 
 static unsigned reap(struct pdd_port *port, struct copier *copier)
 {
+    is_accepted(copier);
     int num_done = take_done(port, copier);
     if (num_done >= 0)
         return (unsigned)num_done;
@@ -235,32 +258,44 @@ unsigned pdd_reap_copies(struct pdd_port *port)
 }
 
 /* ---- failure ---- */
-/* Until it is tried again the NICs are the way. What is in the ring may or may not have been copied: its writes end. */
-void pdd_fail_copier(struct pdd_port *port, struct copier *copier, int error)
+static bool waits(const struct copier *copier)
 {
-    if (!copier->ring)
-        return;
+    return copier->ring && (!copier->accepted || copier->head != copier->tail);
+}
+
+/* Until it is tried again the NICs are the way. What is in the ring may or may not have been copied: its writes end. */
+static void give_up(struct pdd_port *port, struct copier *copier, int error)
+{
     take_done(port, copier); /* what was done has not failed */
     disconnect(port->copying, copier);
     while (copier->head != copier->tail)
         job_done(port, copier, error);
     retry_later(&copier->reconnect, port->now_ns);
-    add_stat(&port->stats.num_failed_paths, 1);
 }
 
-/* A memory is released: who can read it must not. */
+void pdd_fail_copier(struct pdd_port *port, struct copier *copier, int error)
+{
+    if (!copier->ring)
+        return;
+    copier->left = !waits(copier);
+    if (!copier->left)
+        count_failure(port);
+    give_up(port, copier, error);
+}
+
+/* A memory is released: who can read it must not. That is no failure. */
 void pdd_forget_source(struct pdd_port *port, uint32_t handle)
 {
     if (!port->copying)
         return;
     for (struct link *link = port->copying->copiers.next; link != &port->copying->copiers; link = link->next)
-        if (knows_source((struct copier *)link, handle))
-            pdd_fail_copier(port, (struct copier *)link, ECANCELED);
+        if (((struct copier *)link)->ring && knows_source((struct copier *)link, handle))
+            give_up(port, (struct copier *)link, ECANCELED);
 }
 
-static bool waits(const struct copier *copier)
+static uint64_t max_silence_ns(const struct copier *copier)
 {
-    return copier->ring && (!atomic_load(&copier->ring->accepted) || copier->head != copier->tail);
+    return copier->accepted ? MAX_SILENCE_NS : MAX_ACCEPT_NS;
 }
 
 /* A target that is alive and does nothing for long is given up, as a path is. */
@@ -270,7 +305,7 @@ void pdd_check_copiers(struct pdd_port *port)
         return;
     for (struct link *link = port->copying->copiers.next; link != &port->copying->copiers; link = link->next) {
         struct copier *copier = (struct copier *)link;
-        if (waits(copier) && port->now_ns - copier->progress_ns > MAX_SILENCE_NS)
+        if (waits(copier) && port->now_ns - copier->progress_ns > max_silence_ns(copier))
             pdd_fail_copier(port, copier, ETIMEDOUT);
     }
 }
@@ -278,11 +313,12 @@ void pdd_check_copiers(struct pdd_port *port)
 /* ---- sleep ---- */
 uint64_t pdd_copies_patience(const struct pdd_port *port)
 {
+    uint64_t wait_ns = UINT64_MAX;
     for (const struct link *link = port->copying ? port->copying->copiers.next : NULL;
          link && link != &port->copying->copiers; link = link->next)
         if (waits((const struct copier *)link))
-            return MAX_SILENCE_NS / 8;
-    return UINT64_MAX;
+            wait_ns = least(wait_ns, max_silence_ns((const struct copier *)link) / 8);
+    return wait_ns;
 }
 
 /* It wants to be woken when all is done, or when half of it is and more waits to be asked for. */

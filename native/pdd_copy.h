@@ -81,6 +81,8 @@ struct copier {
     int socket, reader_bell, bell;
     struct tag socket_tag, bell_tag;
     struct copy_ring *ring; /* NULL: not connected */
+    bool accepted;          /* the target has said so, which it cannot take back */
+    bool left;              /* the target went while nothing was asked of it: a failure if it is wanted again */
     uint32_t head, tail;
     uint64_t bytes_in_flight, progress_ns;
     uint32_t sources[COPY_SOURCES], num_sources; /* that the target has */
@@ -117,7 +119,7 @@ struct copying {
 };
 
 /* pdd_copying.c: what both sides share. All on the progress thread, open and close apart. */
-int pdd_copying_open(struct pdd_port *port);
+void pdd_copying_open(struct pdd_port *port);
 void pdd_copying_close(struct pdd_port *port);
 void pdd_copying_socket_name(const uint8_t *name, void *address, uint32_t *address_bytes);
 bool pdd_copying_same_user(int socket);

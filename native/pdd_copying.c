@@ -102,18 +102,6 @@ static int open_listener(struct copying *copying)
     return pdd_copying_listen(copying, copying->listener, &copying->listener_tag);
 }
 
-int pdd_copying_open(struct pdd_port *port)
-{
-    struct copying *copying = calloc(1, sizeof *copying);
-    if (!copying)
-        return -ENOMEM;
-    port->copying = copying;
-    copying->listener = copying->epoll = -1;
-    list_init(&copying->copiers);
-    list_init(&copying->readers);
-    return name_machine(copying->machine) ? open_listener(copying) : -ENOENT;
-}
-
 /* The peers, and with them the copiers, are gone already. */
 void pdd_copying_close(struct pdd_port *port)
 {
@@ -128,6 +116,20 @@ void pdd_copying_close(struct pdd_port *port)
         close(copying->epoll);
     free(copying);
     port->copying = NULL;
+}
+
+/* Where a sandbox hides what machine this is, or lets nobody bind a socket, the port goes on without copies. */
+void pdd_copying_open(struct pdd_port *port)
+{
+    struct copying *copying = calloc(1, sizeof *copying);
+    if (!copying)
+        return;
+    port->copying = copying;
+    copying->listener = copying->epoll = -1;
+    list_init(&copying->copiers);
+    list_init(&copying->readers);
+    if (!name_machine(copying->machine) || open_listener(copying))
+        pdd_copying_close(port);
 }
 
 /* ---- what has happened on sockets and bells ---- */

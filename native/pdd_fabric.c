@@ -229,6 +229,7 @@ void pdd_get_stats(const pdd_port *port, struct pdd_stats *stats)
     COPY_STAT(num_wakeups);
     COPY_STAT(num_copied_bytes);
     COPY_STAT(num_failed_paths);
+    COPY_STAT(num_failed_copiers);
     COPY_STAT(num_unknown);
 }
 

@@ -29,7 +29,7 @@ struct pdd_info {
     uint32_t pages_per_write;
     uint32_t fences;
     uint32_t num_nics;
-    uint32_t reserved;
+    uint32_t copies; /* 1: asked for, and this process can take part in them */
     uint64_t max_write_bytes;
 };
 
@@ -97,6 +97,7 @@ struct pdd_stats {
     uint64_t num_wakeups;        /* returns from poll */
     uint64_t num_copied_bytes;   /* for peers of this machine, by the target's port */
     uint64_t num_failed_paths;   /* times that a way to a peer was given up */
+    uint64_t num_failed_copiers; /* of those: that of copies */
     uint64_t num_unknown;        /* completions of nothing that was under way, for example of one thing twice */
 };
 
@@ -108,7 +109,7 @@ struct pdd_nic_stats {
 
 /* How a peer is reached at this moment. */
 struct pdd_peer_info {
-    uint32_t copies;    /* 1: its pages are copied, if the memory has a descriptor; the NICs rest */
+    uint32_t copies;    /* 1: its port has let us in, and copies from memory that has a descriptor; the NICs rest */
     uint32_t num_paths; /* pairs of a NIC of ours and one of the peer's */
     uint32_t num_open;  /* of those; the others failed and have not worked since, though they are tried now and then */
 };

@@ -123,7 +123,7 @@ int pdd_do_get_peer(struct pdd_port *port, struct call *call)
     if (!peer)
         return -ENOENT;
     *call->peer_info = (struct pdd_peer_info){
-        .copies = peer->copier && !peer->copier->reconnect.pause_ns,
+        .copies = peer->copier && peer->copier->accepted,
         .num_paths = peer->num_paths,
     };
     for (uint32_t i = 0; i < peer->num_paths; i++)

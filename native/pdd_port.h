@@ -278,7 +278,7 @@ struct pdd_port {
     struct count counts[NUM_SLOTS];
     struct {
         _Atomic uint64_t num_messages, num_pieces, num_bytes, num_arrived, num_strays, num_strays_unnamed, num_errors,
-            num_busy, num_wakeups, num_copied_bytes, num_failed_paths, num_unknown;
+            num_busy, num_wakeups, num_copied_bytes, num_failed_paths, num_failed_copiers, num_unknown;
     } stats;
 
     /* progress thread */

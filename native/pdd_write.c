@@ -165,14 +165,18 @@ static int post_next(struct pdd_port *port, struct write *write)
 {
     struct peer *peer = write->peer;
     struct path *path;
-    if (peer->copier && pdd_copier_takes(port, peer->copier, write) && pdd_copier_ready(port, peer->copier))
+    if (peer->copier && pdd_copier_takes(port, peer->copier, write) && pdd_copier_ready(port, peer->copier)) {
+        peer->stuck_since_ns = 0; /* a copier that hangs is given up by itself, and then the NICs are tried */
         return pdd_post_copy(port, peer->copier, write);
+    }
     while ((path = pdd_choose_path(port, peer))) {
         int rc = pdd_post_message(port, path, write);
         if (!rc)
             return 0;
         if (rc != -FI_EAGAIN) {
             add_stat(&port->stats.num_errors, 1);
+            if (path->nic->terms.lingers) /* it stays open, and would be asked again at once */
+                return -error_number(-rc);
             pdd_fail_path(port, path, error_number(-rc));
             return 1;
         }

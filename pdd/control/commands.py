@@ -81,7 +81,7 @@ def _replica_row(replica: ReplicaStatus) -> tuple[object, ...]:
     rate = replica.fabric_gigabytes_per_s
     pages = (replica.free_pages, replica.cached_pages, replica.quarantined_pages, replica.num_pages)
     copied = mebibytes(replica.copied_bytes) if replica.copied_bytes else ""
-    failed_paths = sum(nic.failed_paths for nic in replica.nics) if replica.nics else None
+    failed_paths = sum((nic.failed_paths for nic in replica.nics), replica.failed_copies) if replica.nics else None
     return (
         *(replica.name, replica.role, replica.state, replica.num_running, replica.num_queued, *pages, replica.steps),
         *(replica.provider, len(replica.nics) or None, "" if rate is None else f"{rate:.2f}", copied, failed_paths),

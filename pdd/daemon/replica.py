@@ -264,8 +264,9 @@ def _open_fabric(
             port.close()
         raise
     info = ports[0].info
+    same_host = SameHost.COPY if info.copies else SameHost.FABRIC
     log.info("fabric up", replica=one.name, ranks=len(ports), nics=info.num_nics, provider=info.provider,
-             libfabric=info.library_version, same_host=str(fabric.same_host), gigabytes_per_s=one.gigabytes_per_s,
+             libfabric=info.library_version, same_host=str(same_host), gigabytes_per_s=one.gigabytes_per_s,
              fences=info.fences)  # fmt: skip
 
 

@@ -248,6 +248,11 @@ class ReplicaSet:
         return sum(port.statistics()["num_copied_bytes"] for port in self._ports)
 
     @property
+    def failed_copies(self) -> int:
+        """Times that a rank's way of copies to a peer was given up, for a while, since the start."""
+        return sum(port.statistics()["num_failed_copiers"] for port in self._ports)
+
+    @property
     def transfer_counters(self) -> TransferCounters:
         """All zero for those that hand nothing over."""
         return self._messenger.counters if self._messenger is not None else TransferCounters()

@@ -110,6 +110,7 @@ def _replica(replica: ReplicaSet) -> admin.ReplicaStatus:
         provider=replica.provider,
         nics=replica.nics(),
         copied_bytes=replica.copied_bytes,
+        failed_copies=replica.failed_copies,
         fabric_gigabytes_per_s=replica.gigabytes_per_s,
     )
 
@@ -131,6 +132,7 @@ def _down(node: Node, name: ReplicaName) -> admin.ReplicaStatus:
         provider="",
         nics=(),
         copied_bytes=0,
+        failed_copies=0,
         fabric_gigabytes_per_s=None,
     )
 

@@ -92,7 +92,8 @@ class LibfabricPort:
     def open(cls, provider: Provider, hosts: Sequence[str], *, spin_us: int, copies: bool,
              cores: Sequence[int] = ()) -> LibfabricPort:  # fmt: skip
         """Opens the best provider of this kind on the address of each NIC. `copies`: peers of this machine may have
-        their pages copied. `cores`: where the progress thread may run; none: anywhere. Raises FabricUnavailable."""
+        their pages copied, where the system lets us (`info.copies`). `cores`: where the progress thread may run; none:
+        anywhere. Raises FabricUnavailable."""
         if provider is Provider.SHM:
             sweep_dead_endpoints(SHARED_MEMORY)
         return cls(PROVIDERS[provider], hosts, spin_us=spin_us, copies=copies, cores=cores)
@@ -138,6 +139,7 @@ class LibfabricPort:
             pages_per_write=info.pages_per_write,
             max_write_bytes=info.max_write_bytes,
             fences=bool(info.fences),
+            copies=bool(info.copies),
         )
 
     def statistics(self) -> dict[str, int]:

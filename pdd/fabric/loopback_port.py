@@ -129,6 +129,7 @@ class LoopbackPort:
             pages_per_write=1,
             max_write_bytes=UNBOUNDED_BYTES,
             fences=self.fences,
+            copies=False,
         )
 
     def register(self, address: int, length_bytes: int, fd: int = -1) -> RegisteredMemory:

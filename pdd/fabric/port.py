@@ -39,6 +39,8 @@ class ProviderInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_write_bytes: int
     fences: bool
     """True when `release` surely stops late writes of the peer that used the registration's `address`."""
+    copies: bool
+    """True when peers of this machine may have their pages copied: it was asked for, and the system lets us."""
 
 
 class RegisteredMemory(msgspec.Struct, frozen=True):
@@ -53,7 +55,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """How a peer is reached at this moment."""
 
     copies: bool
-    """It is on this machine, and its port copies from our memory; the NICs rest."""
+    """It is on this machine, and its port has agreed to copy from our memory; the NICs rest. The first write asks."""
     num_paths: int
     """Pairs of a NIC of ours and one of the peer's."""
     num_open: int

@@ -62,6 +62,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Of all ranks; empty where nothing is handed over."""
     copied_bytes: int
     """KV that came from prefillers of this machine as copies, since the start."""
+    failed_copies: int
+    """Times that copies to a decoder of this machine were given up, for a while: the NICs carried what followed."""
     fabric_gigabytes_per_s: float | None
     """Measured at start: a loopback write to itself; None where it could not be."""
 

@@ -16,6 +16,7 @@
 #include <stddef.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -70,6 +71,7 @@ static struct {
     uint64_t random, last_number, last_key;
     struct fake_odds odds;
     bool hold, breaking;
+    const char *provider;
     uint64_t mr_mode, max_message_bytes;
     size_t max_iov, num_in_flight;
     struct fid *open[MAX_OBJECTS];
@@ -77,7 +79,7 @@ static struct {
     struct flight flights[MAX_FLIGHTS];
     uint32_t num_flights;
     uint64_t arrived, arrived_of[FAKE_SLOTS][FAKE_GENERATIONS];
-} fake = {.lock = PTHREAD_MUTEX_INITIALIZER};
+} fake = {.lock = PTHREAD_MUTEX_INITIALIZER, .provider = "fake"};
 static _Atomic uint64_t skipped_ns;
 
 static void lock(void) { pthread_mutex_lock(&fake.lock); }
@@ -548,7 +550,7 @@ int __wrap_fi_getinfo(uint32_t version, const char *node, const char *service, u
                       const struct fi_info *hints, struct fi_info **list)
 {
     const char *name = hints->fabric_attr->prov_name;
-    if (!name || strcmp(name, "fake"))
+    if (!name || strcmp(name, fake.provider))
         return __real_fi_getinfo(version, node, service, flags, hints, list);
     struct fi_info *info = *list = fi_allocinfo();
     CHECK(info);
@@ -562,7 +564,7 @@ int __wrap_fi_getinfo(uint32_t version, const char *node, const char *service, u
     info->domain_attr->name = strdup("fake");
     info->tx_attr->size = fake.num_in_flight;
     info->tx_attr->iov_limit = info->tx_attr->rma_iov_limit = fake.max_iov;
-    info->fabric_attr->prov_name = strdup("fake");
+    info->fabric_attr->prov_name = strdup(fake.provider);
     info->fabric_attr->name = strdup("fake");
     unlock();
     return 0;
@@ -572,7 +574,7 @@ int __real_fi_fabric(struct fi_fabric_attr *attr, struct fid_fabric **out, void 
 int __wrap_fi_fabric(struct fi_fabric_attr *attr, struct fid_fabric **out, void *context);
 int __wrap_fi_fabric(struct fi_fabric_attr *attr, struct fid_fabric **out, void *context)
 {
-    if (strcmp(attr->prov_name, "fake"))
+    if (!attr->name || strcmp(attr->name, "fake"))
         return __real_fi_fabric(attr, out, context);
     lock();
     struct fid_fabric *fabric = make(sizeof *fabric, FI_CLASS_FABRIC);
@@ -595,6 +597,30 @@ int __wrap_clock_gettime(clockid_t clock, struct timespec *now)
     return rc;
 }
 
+/* ---- in front of the system ---- */
+static _Atomic(const char *) refused;
+void fake_refuse(const char *function) { atomic_store(&refused, function); }
+
+static bool is_refused(const char *function)
+{
+    const char *name = atomic_load(&refused);
+    if (!name || strcmp(name, function))
+        return false;
+    errno = EACCES;
+    return true;
+}
+
+FILE *__real_fopen(const char *path, const char *mode);
+FILE *__wrap_fopen(const char *path, const char *mode);
+FILE *__wrap_fopen(const char *path, const char *mode) { return is_refused("fopen") ? NULL : __real_fopen(path, mode); }
+
+int __real_bind(int socket, const struct sockaddr *address, socklen_t bytes);
+int __wrap_bind(int socket, const struct sockaddr *address, socklen_t bytes);
+int __wrap_bind(int socket, const struct sockaddr *address, socklen_t bytes)
+{
+    return is_refused("bind") ? -1 : __real_bind(socket, address, bytes);
+}
+
 /* ---- for tests ---- */
 void fake_start(uint64_t seed, struct fake_odds odds)
 {
@@ -605,6 +631,7 @@ void fake_start(uint64_t seed, struct fake_odds odds)
     fake.random = seed_state(seed);
     fake.odds = odds;
     fake.hold = fake.breaking = false;
+    fake.provider = "fake";
     fake.mr_mode = modes[below(sizeof modes / sizeof *modes)];
     fake.max_iov = 1 + below(MAX_RANGES);
     fake.num_in_flight = 1 + below(64);
@@ -622,6 +649,13 @@ void fake_calm(void)
     for (uint32_t i = 0; i < fake.num_open; i++)
         if (fake.open[i]->fclass == FI_CLASS_EP)
             ((struct ep *)fake.open[i])->storm = 0;
+    unlock();
+}
+
+void fake_rename(const char *provider)
+{
+    lock();
+    fake.provider = provider;
     unlock();
 }
 

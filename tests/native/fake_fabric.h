@@ -1,6 +1,6 @@
 /* A provider called "fake" that misbehaves as a seed says. It is linked in front of libfabric (--wrap of fi_getinfo and
  * fi_fabric), which still answers for every other provider. Its network is this process. Clocks can be put forward
- * (--wrap of clock_gettime). */
+ * (--wrap of clock_gettime), and the system can say no (--wrap of fopen and bind). */
 #ifndef PDD_FAKE_FABRIC_H
 #define PDD_FAKE_FABRIC_H
 
@@ -28,10 +28,14 @@ enum { FAKE_STRAY_SLOT = 2048, FAKE_SLOTS = 32, FAKE_GENERATIONS = 256 };
 void fake_start(uint64_t seed, struct fake_odds odds);
 /* Only good weather from here on. */
 void fake_calm(void);
+/* It takes the name of another provider, and is treated as that one, until the next start. Nothing is open. */
+void fake_rename(const char *provider);
 /* Messages are taken and not delivered, until it is taken back. */
 void fake_hold(bool hold);
 /* What peers write to fails at its next read. */
 void fake_break_targets(void);
+/* Of the C library, "fopen" or "bind" fails, as in a sandbox. NULL: none. */
+void fake_refuse(const char *function);
 /* Puts CLOCK_MONOTONIC forward. */
 void fake_skip_ns(uint64_t ns);
 /* Pieces that fi_cq_read has told of: all, and by immediate, for the first slots and generations. */

@@ -185,6 +185,24 @@ static void test_a_peer_that_falls_silent(void)
     CHECK(!fake_num_open());
 }
 
+/* Over shm a path is never closed: what fails to be posted there must not be tried for ever. */
+static void test_a_path_that_stays_open_and_takes_nothing(void)
+{
+    fake_start(5, (struct fake_odds){.post_error = 1000});
+    fake_rename("shm");
+    struct side source = open_side("shm", "a", false), target = open_side("shm", "a", false);
+    uint32_t peer = meet(&source, &target.memory);
+    for (uint32_t i = 0; i < 20; i++)
+        submit(&source, peer, i, PAGES);
+    CHECK(take_ends(&source, 20) == 20 && stats_of(&source).num_errors == 20);
+    fake_calm();
+    submit(&source, peer, 0, PAGES);
+    CHECK(!take_ends(&source, 1));
+    close_side(&source);
+    close_side(&target);
+    CHECK(!fake_num_open());
+}
+
 static void test_registrations_that_fail(void)
 {
     fake_start(4, (struct fake_odds){0});
@@ -206,6 +224,31 @@ static void test_registrations_that_fail(void)
         CHECK(fake_num_open() == num_open && !memory.memory && !memory.address_bytes);
     }
     close_side(&side);
+}
+
+/* Copies are a default: who cannot have them, say in a sandbox, is reached over NICs. */
+static void test_a_machine_without_copies(void)
+{
+    static const char *const refused[] = {"fopen", "bind"};
+    for (int i = 0; i < 4; i++) {
+        struct side sides[2];
+        int num_fds = count_fds();
+        fake_start(6, (struct fake_odds){0});
+        for (int k = 0; k < 2; k++) { /* once it writes, once it is written to */
+            struct pdd_info info;
+            bool alone = k == i / 2;
+            fake_refuse(alone ? refused[i % 2] : NULL);
+            sides[k] = open_side("fake", "a", true);
+            pdd_get_info(sides[k].port, &info);
+            CHECK(info.copies == !alone);
+        }
+        fake_refuse(NULL);
+        submit(&sides[0], meet(&sides[0], &sides[1].memory), 0, PAGES);
+        CHECK(!take_ends(&sides[0], 1) && !stats_of(&sides[1]).num_copied_bytes);
+        close_side(&sides[0]);
+        close_side(&sides[1]);
+        CHECK(!fake_num_open() && count_fds() == num_fds);
+    }
 }
 
 /* ---- the network ---- */
@@ -364,7 +407,9 @@ int main(void)
     test_completions_that_come_twice_are_counted();
     test_a_port_that_fails_with_messages_under_way();
     test_a_peer_that_falls_silent();
+    test_a_path_that_stays_open_and_takes_nothing();
     test_registrations_that_fail();
+    test_a_machine_without_copies();
     test_strangers_do_not_outlive_a_registration();
     puts("ok");
     return 0;

@@ -118,12 +118,14 @@ static void probe(struct bench *bench)
     CHECK(event.kind == PDD_COUNT_REACHED && event.immediate == imm);
 }
 
-static uint64_t num_errors(const pdd_port *port)
+static struct pdd_stats stats_of(const pdd_port *port)
 {
     struct pdd_stats stats;
     pdd_get_stats(port, &stats);
-    return stats.num_errors;
+    return stats;
 }
+
+static uint64_t num_errors(const pdd_port *port) { return stats_of(port).num_errors; }
 
 /* ---- a writer that breaks the rules ---- */
 struct stranger {
@@ -500,6 +502,49 @@ static void test_a_target_that_lies(void)
     teardown(&bench);
 }
 
+static bool is_copied_to(struct bench *bench, uint32_t peer)
+{
+    struct pdd_peer_info info;
+    CHECK(!pdd_get_peer(bench->source, peer, &info));
+    return info.copies;
+}
+
+/* The kernel takes the connection, and the hello, for a process that hangs. */
+static void test_a_target_that_never_lets_in_is_reached_over_nics(void)
+{
+    enum { JOBS = 20 };
+    struct bench bench;
+    int listener;
+    setup(&bench);
+    CHECK(!is_copied_to(&bench, bench.peer)); /* not tried yet */
+    probe(&bench);
+    CHECK(is_copied_to(&bench, bench.peer));
+    uint32_t peer = add_hostile_peer(&bench, &listener);
+    for (int round = 0; round < 3; round++) {
+        for (int i = 0; i < JOBS; i++)
+            submit(&bench, peer, 9 << 20);
+        CHECK(!is_copied_to(&bench, peer));
+        fake_skip_ns(6 * 1000000000ull); /* as long as any silence may last */
+        for (int i = 0; i < JOBS; i++) {
+            struct pdd_event event = next_event(bench.source);
+            CHECK(event.kind == PDD_WRITE_DONE && !event.error);
+        }
+    }
+    CHECK(!is_copied_to(&bench, peer) && !pdd_drop_peer(bench.source, peer));
+    uint64_t num_failed = stats_of(bench.source).num_failed_copiers;
+    CHECK(num_failed && stats_of(bench.source).num_failed_paths == num_failed);
+    probe(&bench);
+    close(listener);
+    CHECK(!pdd_release(bench.target, bench.target_memory.memory)); /* idle, it leaves */
+    for (int i = 0; i < CHECK_PATIENCE_MS && is_copied_to(&bench, bench.peer); i++)
+        poll(NULL, 0, 1);
+    CHECK(!is_copied_to(&bench, bench.peer) && stats_of(bench.source).num_failed_copiers == num_failed);
+    submit(&bench, bench.peer, 9 << 20); /* ... and is wanted again */
+    CHECK(next_event(bench.source).kind == PDD_WRITE_DONE);
+    CHECK(stats_of(bench.source).num_failed_copiers == num_failed + 1);
+    teardown(&bench);
+}
+
 int main(void)
 {
     fake_start(2, (struct fake_odds){0});
@@ -508,6 +553,7 @@ int main(void)
     test_a_ring_of_noise();
     test_bad_messages();
     test_a_target_that_lies();
+    test_a_target_that_never_lets_in_is_reached_over_nics();
     CHECK(!fake_num_open());
     puts("ok");
     return 0;

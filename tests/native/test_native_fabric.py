@@ -27,7 +27,7 @@ BUILDS = {
     "clang-tsan": ("clang", ["-O1", "-fsanitize=thread"]),
 }
 WITH_FAKE_PROVIDER = ("fuzz_fabric", "test_faults", "test_hostile")
-WRAPPED = ("fi_getinfo", "fi_fabric", "clock_gettime")
+WRAPPED = ("fi_getinfo", "fi_fabric", "clock_gettime", "fopen", "bind")
 WAYS = ("fake", "tcp", "copies")
 SEEDS = {"gcc": (120, 20, 60), "clang-asan-ubsan": (100, 15, 60), "clang-tsan": (60, 8, 30)}
 """Of the fuzzer, for each build: over the fake provider, over TCP, by copies."""

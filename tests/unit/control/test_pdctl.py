@@ -134,6 +134,7 @@ def status(node: str) -> Status:
         provider="tcp",
         nics=(NicStatus(rank=0, nic=0, host="127.0.0.1", sent_bytes=1, arrived_pieces=2, failed_paths=0),) * 6,
         copied_bytes=3,
+        failed_copies=0,
         fabric_gigabytes_per_s=2.5,
     )
     return Status(
@@ -213,12 +214,12 @@ def test_status_tells_copies_failed_paths_and_each_of_several_nics(
         )
         for nic in range(2)
     )
-    replica = msgspec.structs.replace(found.replicas[0], nics=nics, copied_bytes=5 << 20)
+    replica = msgspec.structs.replace(found.replicas[0], nics=nics, copied_bytes=5 << 20, failed_copies=4)
     start("decode0", replies(msgspec.structs.replace(found, replicas=(replica,))))
     assert main(["status"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     [shown] = [row for row in rows if row[:2] == ["decode0/0", "decode"]]
-    assert shown[-4:] == ["2.50", "5.0", "MiB", "3"]
+    assert shown[-4:] == ["2.50", "5.0", "MiB", "7"], "of NICs and of copies"
     assert ["decode0/0", "0", "0", "10.0.0.1", "0.0", "MiB", "40", "0"] in rows
     assert ["decode0/0", "0", "1", "10.0.1.1", "1.0", "MiB", "41", "3"] in rows
 

@@ -51,6 +51,7 @@ class ScriptedPort:
             pages_per_write=1,
             max_write_bytes=1,
             fences=self._fences,
+            copies=False,
         )
 
     def _handle(self) -> int:
