@@ -12,9 +12,10 @@ import secrets
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+import pytest
 from cluster import prefill_and_decode
 
 
@@ -109,6 +110,17 @@ def namespaces(num_cables: int = 1) -> Iterator[Namespaces]:
         yield pair
     finally:
         pair.remove()
+
+
+@contextmanager
+def namespaces_or_skip(num_cables: int = 1) -> Iterator[Namespaces]:
+    """For fixtures: the test is skipped where they cannot be made."""
+    with ExitStack() as stack:
+        try:
+            found = stack.enter_context(namespaces(num_cables))
+        except NoNamespaces as reason:
+            pytest.skip(str(reason))
+        yield found
 
 
 def nodes_in(pair: Namespaces, **replica: Any) -> tuple[dict[str, Any], dict[str, list[str]]]:

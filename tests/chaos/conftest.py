@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from cluster import MakeCluster, slow_toy
 from cluster import make_cluster as make_plain_cluster
-from namespaces import Namespaces, NoNamespaces, namespaces
+from namespaces import Namespaces, namespaces_or_skip
 
 __all__ = ["make_cluster", "make_plain_cluster", "slow_toy"]
 
@@ -28,9 +27,5 @@ def make_cluster(make_plain_cluster: MakeCluster) -> MakeCluster:
 
 @pytest.fixture
 def pair() -> Iterator[Namespaces]:
-    with ExitStack() as stack:
-        try:
-            found = stack.enter_context(namespaces())
-        except NoNamespaces as reason:
-            pytest.skip(str(reason))
+    with namespaces_or_skip() as found:
         yield found

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import HANDOFF_ALL, Cluster, MakeCluster, counters, eventually, prompt, text_of, wait_for_state
 from expected import Toy
-from namespaces import Namespaces, NoNamespaces, namespaces, nodes_in
+from namespaces import Namespaces, NoNamespaces, namespaces_or_skip, nodes_in
 from wide_toy import wide_toy
 
 from pdd.control import commands
@@ -32,11 +32,7 @@ HEALED_S = 60.0
 
 @pytest.fixture
 def pair() -> Iterator[Namespaces]:
-    with ExitStack() as stack:
-        try:
-            found = stack.enter_context(namespaces(num_cables=2))
-        except NoNamespaces as reason:
-            pytest.skip(str(reason))
+    with namespaces_or_skip(num_cables=2) as found:
         yield found
 
 

@@ -57,6 +57,16 @@ async def wait_for_replica(cluster: Cluster, node: str, state: str) -> None:
     await eventually(reached, 30.0, lambda: cluster.log(node))
 
 
+async def replaced(cluster: Cluster, node: str, executor: int, before: int) -> None:
+    """Until another executor serves in its place, and the node has as many descriptors as `before`."""
+    await wait_for_replica(cluster, node, "ready")
+    await cluster.wait_ready()
+    assert children_of(cluster.daemons[node].pid) != [executor]
+    await probe(cluster)
+    await cluster.settled()
+    assert num_descriptors(cluster, node) == before
+
+
 @pytest.mark.parametrize("node", ["prefill0", "decode0"])
 async def test_a_stuck_executor_is_replaced(make_cluster: MakeCluster, slow_toy: Path, node: str) -> None:
     async with make_cluster(prefill_and_decode(), slow_toy, handoff=HANDOFF_ALL, limits={"step_s": 2.0}) as cluster:
@@ -76,12 +86,7 @@ async def test_a_stuck_executor_is_replaced(make_cluster: MakeCluster, slow_toy:
             assert status == 200, body
         else:
             assert (status, body["error"]["code"]) == (503, "replica_failed")
-        await wait_for_replica(cluster, node, "ready")
-        await cluster.wait_ready()
-        assert children_of(daemon) != [executor]
-        await probe(cluster)
-        await cluster.settled()
-        assert num_descriptors(cluster, node) == before
+        await replaced(cluster, node, executor, before)
 
 
 @pytest.mark.parametrize("node", ["prefill0", "decode0"])
@@ -98,12 +103,7 @@ async def test_an_executor_that_is_stuck_between_steps_is_replaced(make_cluster:
         assert not state["ready"]
         assert f"stuck (pid {executor})" in state["reason"]
         assert "limits.answer_s" in state["reason"]
-        await wait_for_replica(cluster, node, "ready")
-        await cluster.wait_ready()
-        assert children_of(daemon) != [executor]
-        await probe(cluster)
-        await cluster.settled()
-        assert num_descriptors(cluster, node) == before
+        await replaced(cluster, node, executor, before)
 
 
 async def test_an_executor_that_hangs_while_it_loads_is_replaced(make_cluster: MakeCluster) -> None:

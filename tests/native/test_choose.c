@@ -9,6 +9,7 @@
  *                          recorded: anything from 128 on decides the same
  *   the others             made up, each with one fault
  */
+#include "checks.h"
 #include "pdd_choose.h"
 #include "pdd_region.h"
 
@@ -19,13 +20,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define CHECK(what)                                                                                                    \
-    do {                                                                                                               \
-        if (!(what)) {                                                                                                 \
-            fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #what);                                   \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
+char check_context[128];
 
 struct recorded {
     const char *provider, *fabric, *domain;

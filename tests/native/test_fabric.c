@@ -2,6 +2,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#include "checks.h"
 #include "pdd_fabric.h"
 
 #include <errno.h>
@@ -22,13 +23,7 @@
 enum { FIRST_KEY = 12, NIC_BYTES = 33, FIRST_PORT = 12 + 17 + 2 }; /* in an address: see pdd_address.c */
 enum { PAGES = 64, PAGE = 4096, LAYERS = 3, LAYER = PAGES * PAGE, ARENA = LAYERS * LAYER, PATIENCE_MS = 30000 };
 
-#define CHECK(what)                                                                                                    \
-    do {                                                                                                               \
-        if (!(what)) {                                                                                                 \
-            fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #what);                                   \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
+char check_context[128];
 
 static const char *const PROVIDERS = "net,tcp";
 static const char *hosts;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 
 import msgspec
 import pytest
@@ -78,11 +79,17 @@ class Cluster:
         return self.metrics.registry.get_sample_value("pdd:requests_moved_total", {"code": code}) or 0.0
 
 
-async def first_output(cluster: Cluster, *errors: PddError) -> TokenOutput:
-    """Where one attempt after the other is answered with these errors, and the next with a token."""
+async def asked_for(cluster: Cluster) -> tuple[AsyncGenerator[TokenOutput, None], asyncio.Future[TokenOutput]]:
+    """An answer of which nothing has come yet, and its first output."""
     stream = cluster.frontend.generate(REQUEST)
     reading = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
+    return stream, reading
+
+
+async def first_output(cluster: Cluster, *errors: PddError) -> TokenOutput:
+    """Where one attempt after the other is answered with these errors, and the next with a token."""
+    stream, reading = await asked_for(cluster)
     for error in errors:
         cluster.answer(error=error)
         await asyncio.sleep(0)
@@ -114,9 +121,7 @@ async def test_another_replica_is_asked_under_another_name(error: PddError) -> N
 
 async def test_a_lost_link_moves_what_it_carried() -> None:
     cluster = Cluster(2)
-    stream = cluster.frontend.generate(REQUEST)
-    reading = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0)
+    stream, reading = await asked_for(cluster)
     lost, _ = cluster.asked()
     cluster.peers.down(lost)
     cluster.frontend.peer_down(lost, "killed")
@@ -130,9 +135,7 @@ async def test_a_lost_link_moves_what_it_carried() -> None:
 
 async def test_what_the_first_replica_still_says_is_not_heard() -> None:
     cluster = Cluster(2)
-    stream = cluster.frontend.generate(REQUEST)
-    reading = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0)
+    stream, reading = await asked_for(cluster)
     first, _ = cluster.asked()
     cluster.answer(error=ReplicaFailed("dead"))
     await asyncio.sleep(0)
@@ -195,9 +198,7 @@ async def test_what_was_sent_counts_until_the_next_load_tells_of_it() -> None:
 
 async def test_a_load_takes_the_place_of_what_was_counted() -> None:
     cluster = Cluster(1)
-    stream = cluster.frontend.generate(REQUEST)
-    reading = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0)
+    stream, reading = await asked_for(cluster)
     decoders = frozenset({"decode"})
     [counted] = cluster.peers.candidates(decoders)
     assert (counted.num_queued, counted.free_pages) == (1, 63)
@@ -214,9 +215,7 @@ async def test_a_load_takes_the_place_of_what_was_counted() -> None:
 
 async def test_what_the_client_has_not_got_begins_anew() -> None:
     cluster = Cluster(3, retries=2)
-    stream = cluster.frontend.generate(REQUEST)
-    reading = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0)
+    stream, reading = await asked_for(cluster)
     cluster.answer(token=5)
     first = await reading
     assert (first.tokens, first.anew) == ((5,), False)
@@ -237,9 +236,7 @@ async def test_what_the_client_has_not_got_begins_anew() -> None:
 
 async def test_a_replica_cannot_make_an_answer_begin_anew() -> None:
     cluster = Cluster(1)
-    stream = cluster.frontend.generate(REQUEST)
-    reading = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0)
+    stream, reading = await asked_for(cluster)
     node, submit = cluster.asked()
     cluster.frontend.output(node, TokenOutput(request=submit.request.id, tokens=(5,), anew=True))
     assert not (await reading).anew
@@ -248,9 +245,7 @@ async def test_a_replica_cannot_make_an_answer_begin_anew() -> None:
 
 async def test_once_something_was_shown_there_is_no_way_back() -> None:
     cluster = Cluster(2)
-    stream = cluster.frontend.generate(REQUEST)
-    reading = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0)
+    stream, reading = await asked_for(cluster)
     cluster.answer(token=5)
     assert (await reading).tokens == (5,)
     cluster.frontend.shown(REQUEST.id)
@@ -263,9 +258,7 @@ async def test_once_something_was_shown_there_is_no_way_back() -> None:
 
 async def test_a_second_attempt_has_the_time_that_is_left() -> None:
     cluster = Cluster(2)
-    stream = cluster.frontend.generate(REQUEST)
-    reading = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0)
+    stream, reading = await asked_for(cluster)
     assert cluster.asked()[1].request.timeout_s is None
     cluster.clock.at_s = 45.0
     cluster.answer(error=ReplicaFailed("dead"))
@@ -279,9 +272,7 @@ async def test_a_second_attempt_has_the_time_that_is_left() -> None:
 
 async def test_a_client_that_leaves_cancels_the_present_attempt() -> None:
     cluster = Cluster(2)
-    stream = cluster.frontend.generate(REQUEST)
-    reading = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0)
+    _stream, reading = await asked_for(cluster)
     cluster.answer(error=ReplicaFailed("dead"))
     await asyncio.sleep(0)
     await asyncio.sleep(0)

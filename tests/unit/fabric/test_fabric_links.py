@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 from child_process import Child
-from namespaces import Namespaces, NoNamespaces, namespaces
+from namespaces import Namespaces, NoNamespaces, namespaces_or_skip
 
 PAGE_BYTES = 64 * 1024
 NUM_PAGES = 256
@@ -71,12 +71,8 @@ class Two:
 
 @pytest.fixture
 def two() -> Iterator[Two]:
-    with ExitStack() as stack:
-        try:
-            cables = stack.enter_context(namespaces(num_cables=2))
-        except NoNamespaces as reason:
-            pytest.skip(str(reason))
-        yield Two(cables, stack)
+    with namespaces_or_skip(num_cables=2) as cables, ExitStack() as children:
+        yield Two(cables, children)
 
 
 def gained(before: list[int], after: list[int]) -> list[int]:
