@@ -174,8 +174,7 @@ int pdd_post_copy(struct pdd_port *port, struct copier *copier, struct write *wr
 {
     const struct memory *memory = pdd_find_memory(port, write->spec.memory);
     struct batch batch;
-    if (!copier->accepted || copier->tail - copier->head == COPY_JOBS ||
-        copier->bytes_in_flight >= COPY_BYTES)
+    if (!copier->accepted || copier->tail - copier->head == COPY_JOBS || copier->bytes_in_flight >= COPY_BYTES)
         return -FI_EAGAIN;
     int rc = knows_source(copier, write->spec.memory) ? 0 : send_source(copier, memory);
     if (rc) {
@@ -299,15 +298,19 @@ static uint64_t max_silence_ns(const struct copier *copier)
 }
 
 /* A target that is alive and does nothing for long is given up, as a path is. */
-void pdd_check_copiers(struct pdd_port *port)
+unsigned pdd_check_copiers(struct pdd_port *port)
 {
+    unsigned num_failed = 0;
     if (!port->copying)
-        return;
+        return 0;
     for (struct link *link = port->copying->copiers.next; link != &port->copying->copiers; link = link->next) {
         struct copier *copier = (struct copier *)link;
-        if (waits(copier) && port->now_ns - copier->progress_ns > max_silence_ns(copier))
+        if (waits(copier) && port->now_ns - copier->progress_ns > max_silence_ns(copier)) {
             pdd_fail_copier(port, copier, ETIMEDOUT);
+            num_failed++;
+        }
     }
+    return num_failed;
 }
 
 /* ---- sleep ---- */

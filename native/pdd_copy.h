@@ -142,7 +142,7 @@ unsigned pdd_reap_copies(struct pdd_port *port);
 void pdd_fail_copier(struct pdd_port *port, struct copier *copier, int error);
 void pdd_forget_source(struct pdd_port *port, uint32_t handle);
 bool pdd_copier_may_sleep(struct copier *copier);
-void pdd_check_copiers(struct pdd_port *port);
+unsigned pdd_check_copiers(struct pdd_port *port);
 uint64_t pdd_copies_patience(const struct pdd_port *port);
 
 /* pdd_serve.c: the target */

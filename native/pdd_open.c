@@ -173,9 +173,8 @@ static int open_port(struct pdd_port *port, const struct pdd_options *options, c
     if (options->copies)
         pdd_copying_open(port);
     rc = start_thread(port, options);
-    return rc ? fail(message, message_bytes, rc,
-                     "the progress thread cannot be started, on %s: %s", options->num_cores ? "the cores asked for" : "any core",
-                     strerror(-rc))
+    return rc ? fail(message, message_bytes, rc, "the progress thread cannot be started, on %s: %s",
+                     options->num_cores ? "the cores asked for" : "any core", strerror(-rc))
               : 0;
 }
 

@@ -195,11 +195,11 @@ bool pdd_complete(struct pdd_port *port, struct path *path, const void *context,
 }
 
 /* ---- failure ---- */
-/* Closes it for a while; the writes that it had messages of end with the error. */
-void pdd_fail_path(struct pdd_port *port, struct path *path, int error)
+/* Closes it for a while; the writes that it had messages of end with the error. False: it is closing, or stays open. */
+bool pdd_fail_path(struct pdd_port *port, struct path *path, int error)
 {
     if (path->failing || path->nic->terms.lingers)
-        return;
+        return false;
     path->failing = true;
     path->peer->error = error;
     while (pdd_read_cq(port, &path->endpoint)) /* what did complete has not failed */
@@ -213,6 +213,7 @@ void pdd_fail_path(struct pdd_port *port, struct path *path, int error)
     add_stat(&path->nic->num_failed_paths, 1);
     add_stat(&port->stats.num_failed_paths, 1);
     path->failing = false;
+    return true;
 }
 
 /* All that we post to anybody: the port has failed. What is not under way then is the caller's to end. */
@@ -238,7 +239,7 @@ static bool is_silent(const struct path *path, uint64_t now_ns)
  * before the port sleeps. */
 unsigned pdd_check_paths(struct pdd_port *port)
 {
-    uint64_t before = atomic_load_explicit(&port->stats.num_failed_paths, memory_order_relaxed);
+    unsigned num_failed = 0;
     if (port->now_ns - port->checked_ns < CHECK_EVERY_NS)
         return 0;
     port->checked_ns = port->now_ns;
@@ -246,10 +247,9 @@ unsigned pdd_check_paths(struct pdd_port *port)
         struct endpoint *endpoint = (struct endpoint *)link;
         next = link->next;
         if (endpoint->path && pdd_path_busy(endpoint->path) && is_silent(endpoint->path, port->now_ns))
-            pdd_fail_path(port, endpoint->path, ETIMEDOUT);
+            num_failed += pdd_fail_path(port, endpoint->path, ETIMEDOUT);
     }
-    pdd_check_copiers(port);
-    return (unsigned)(atomic_load_explicit(&port->stats.num_failed_paths, memory_order_relaxed) - before);
+    return num_failed + pdd_check_copiers(port);
 }
 
 /* How long until a path wants attention of its own accord. */

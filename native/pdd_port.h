@@ -55,7 +55,7 @@ enum {
     MAX_STRAYS = 64,            /* stray events likewise; more are joined or only counted */
     MAX_IN_FLIGHT = 128,        /* messages of one path inside libfabric: bounds what a cancel must wait for */
     PATH_BYTES = 4 << 20,       /* ... and their bytes: what a slow NIC has been given, a fast one cannot take back */
-    JOINED_BYTES = 1 << 19,     /* pieces are joined into one message up to this: over TCP, 1 MiB goes at 0.7 of its speed */
+    JOINED_BYTES = 1 << 19,     /* pieces are joined into one message up to this: over TCP, 1 MiB is slower */
     MIN_FDS = 2 + MAX_WATCHES + 64,
     POSTS_PER_TURN = 16,        /* messages for one peer before the next peer's turn */
 };
@@ -366,7 +366,7 @@ struct path *pdd_choose_path(struct pdd_port *port, struct peer *peer);
 bool pdd_has_open_path(const struct peer *peer);
 int pdd_post_message(struct pdd_port *port, struct path *path, struct write *write);
 bool pdd_complete(struct pdd_port *port, struct path *path, const void *context, int error);
-void pdd_fail_path(struct pdd_port *port, struct path *path, int error);
+bool pdd_fail_path(struct pdd_port *port, struct path *path, int error);
 void pdd_fail_peers(struct pdd_port *port, int error);
 unsigned pdd_check_paths(struct pdd_port *port);
 uint64_t pdd_path_patience(const struct pdd_port *port, const struct path *path);

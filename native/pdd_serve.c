@@ -204,7 +204,8 @@ static unsigned serve(struct pdd_port *port, struct reader *reader)
     unsigned num_done = 0;
     while (reader->head != tail && num_bytes < COPY_BYTES_PER_TURN) {
         struct copy_job job;
-        memcpy(&job, &ring->jobs[reader->head % COPY_JOBS], sizeof job); /* once: what is checked is what is done */
+        memcpy(&job, &ring->jobs[reader->head % COPY_JOBS], sizeof job);
+        atomic_signal_fence(memory_order_seq_cst); /* and never again: what is checked is what is done */
         if (tail - reader->head > COPY_JOBS || !serve_job(port, reader, &job)) {
             add_stat(&port->stats.num_errors, 1);
             pdd_close_reader(port, reader);

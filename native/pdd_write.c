@@ -6,7 +6,6 @@
  *               posted or ended, no list --> done when its last message has come back
  */
 #include "pdd_copy.h"
-#include "pdd_port.h"
 
 static uint64_t layer_goal(const struct write *write) { return write->spec.counter_base + write->cursor.layer + 1; }
 
@@ -138,8 +137,7 @@ void pdd_fill_batch(const struct pdd_port *port, const struct write *write, uint
         uint64_t source_page = spec->source_pages[batch->next.page], target_page = spec->target_pages[batch->next.page];
         uint64_t from = source + source_page * spec->source_page_bytes + piece->source_offset_bytes;
         uint64_t to = target + target_page * spec->target_page_bytes + piece->target_offset_bytes;
-        if ((batch->weight && batch->bytes + bytes > max_bytes) ||
-            !add_piece(batch, from, to, bytes, max_iov))
+        if ((batch->weight && batch->bytes + bytes > max_bytes) || !add_piece(batch, from, to, bytes, max_iov))
             break;
         batch->weight++;
         batch->bytes += bytes;
