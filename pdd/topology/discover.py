@@ -50,7 +50,7 @@ def usable_nics(machine: Machine) -> tuple[Nic, ...]:
     ports next to the GPUs, and only their narrow PCIe links tell. A bond's interfaces are one NIC.
     """
     rdma = [nic for nic in machine.nics if nic.kind is not NicKind.ETHERNET]
-    nics = _fast(rdma or _by_interface(machine.nics))
+    nics = _fast(_by_interface(rdma or machine.nics))
     if not nics:
         return ()
     (kind, _), *_ = Counter(nic.kind for nic in nics).most_common()
@@ -64,9 +64,9 @@ def _fast(nics: Iterable[Nic]) -> list[Nic]:
 
 
 def _by_interface(nics: Iterable[Nic]) -> list[Nic]:
-    first: dict[str | None, Nic] = {}
+    first: dict[str, Nic] = {}
     for nic in nics:
-        first.setdefault(nic.interface, nic)
+        first.setdefault(nic.interface or nic.name, nic)
     return list(first.values())
 
 

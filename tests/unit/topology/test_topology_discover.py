@@ -352,3 +352,13 @@ def test_this_machine_can_be_read() -> None:
     machine = read_machine()
     assert machine.numa_nodes
     assert msgspec.to_builtins(propose(machine))
+
+
+def test_rdma_nics_of_a_bond_are_one_as_well() -> None:
+    """Both have the bond's interface, and with it its one address."""
+    nics = [
+        Nic(path=("a",), numa_node=None, name=name, kind=NicKind.VERBS, interface=interface, gigabits_per_s=100.0)
+        for name, interface in (("mlx5_0", "bond0"), ("mlx5_1", "bond0"), ("mlx5_2", None), ("mlx5_3", None))
+    ]
+    machine = Machine(gpus=(), nics=tuple(nics), numa_nodes=(), left_out=())
+    assert [nic.name for nic in usable_nics(machine)] == ["mlx5_0", "mlx5_2", "mlx5_3"]
