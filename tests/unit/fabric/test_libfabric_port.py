@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -189,3 +190,15 @@ def test_idle_ports_cost_next_to_nothing(kind: str) -> None:
     after = [port.statistics()["num_wakeups"] for port in ports]  # type: ignore[attr-defined]
     assert sum(after) - sum(before) < 20
     bench.close()
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "skipped"), [(WRITE, "struct pdd_write", "reserved"), (EVENT, "struct pdd_event", "slot")]
+)
+def test_a_packed_struct_is_the_one_of_the_header(layout: struct.Struct, name: str, skipped: str) -> None:
+    """Python packs and unpacks it at once, by a layout of its own: each field at its place, and none left out."""
+    value = ffi.new(f"{name} *")
+    fields = [(key, field) for key, field in ffi.typeof(name).fields if key != skipped]
+    for number, (key, field) in enumerate(fields, start=1):
+        setattr(value, key, ffi.cast(field.type, number))
+    assert layout.unpack(bytes(ffi.buffer(value))) == tuple(range(1, len(fields) + 1))
