@@ -34,6 +34,11 @@ def replica_name(node: NodeName, index: int) -> ReplicaName:
     return ReplicaName(f"{node}/{index}")
 
 
+def is_of(replica: ReplicaName, node: NodeName) -> bool:
+    """By its name, a replica or a replica set of that node."""
+    return replica.startswith(f"{node}/")
+
+
 def set_name(replica: ReplicaName, dp_rank: int, dp: int) -> ReplicaName:
     """Of a replica set, which is a replica to its peers: `decode0/0`, or `decode0/0.1` for the second of several."""
     return replica if dp == 1 else ReplicaName(f"{replica}.{dp_rank}")

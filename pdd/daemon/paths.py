@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pdd.base.ids import Incarnation, NodeName, ReplicaName
+from pdd.base.ids import Incarnation, NodeName, ReplicaName, is_of
 
 FAILURES = 2
 """In a row, before a prefiller is left out."""
@@ -43,7 +43,7 @@ class Paths:
     def forget(self, node: NodeName, incarnation: Incarnation) -> None:
         """The node lives in that incarnation now: nothing is held against it for an earlier one."""
         for key, path in list(self._paths.items()):
-            if key[1].startswith(f"{node}/") and path.incarnation != incarnation:
+            if is_of(key[1], node) and path.incarnation != incarnation:
                 del self._paths[key]
 
     def failed(

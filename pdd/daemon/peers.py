@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from pdd.base.ids import Incarnation, NodeName, ReplicaName, RequestId
+from pdd.base.ids import Incarnation, NodeName, ReplicaName, RequestId, is_of
 from pdd.daemon.balance import Candidate
 from pdd.daemon.paths import Paths
 from pdd.wire.messages import Announce, Load, ReplicaInfo, ReplicaLoad
@@ -45,7 +45,7 @@ class PeerBook:
     def announce(self, node: NodeName, message: Announce) -> Peer:
         """Replaces what was known of its replicas. Of another node's it is not believed."""
         peer = self._peers[node]
-        peer.replicas = {info.name: info for info in message.replicas if info.name.startswith(f"{node}/")}
+        peer.replicas = {info.name: info for info in message.replicas if is_of(info.name, node)}
         peer.refused = {}
         return peer
 

@@ -9,7 +9,7 @@ import msgspec
 
 import pdd
 from pdd.base.errors import BadRequest, GoingDown
-from pdd.base.ids import Incarnation, ReplicaName, RequestId
+from pdd.base.ids import Incarnation, NodeName, ReplicaName, RequestId, is_of
 from pdd.daemon.metrics import Metrics
 from pdd.daemon.node import Node
 from pdd.daemon.readiness import readiness
@@ -163,7 +163,7 @@ def _peers(node: Node) -> tuple[admin.PeerRow, ...]:
     for row in node.links.rows():
         peer = next((it for it in node.peers if it.node == row.node), None)
         refused = "; ".join(f"{name}: {why}" for name, why in peer.refused.items()) if peer else ""
-        broken = [reason for theirs, reason in node.peers.paths.broken() if theirs.startswith(f"{row.node}/")]
+        broken = [reason for theirs, reason in node.peers.paths.broken() if is_of(theirs, NodeName(row.node))]
         refused = "; ".join([refused, *broken] if refused else broken)
         way = ", ".join(_ways(node, peer.incarnation)) if peer else ""
         rows.append(msgspec.structs.replace(row, reason=refused or row.reason, way=way))

@@ -17,6 +17,8 @@ CpuLists = tuple[tuple[int, ...], ...]
 
 def local_progress_cores(topology: Topology, node: NodeName, replica: Replica) -> CpuLists:
     """For a replica of this machine, as its NICs and this process's affinity are now."""
+    if (decided := _decided(topology, node, replica)) is not None:
+        return decided
     interfaces = port_interfaces(replica, topology.nodes[node].host)
     try:
         machine = read_machine()
@@ -41,21 +43,28 @@ def progress_cores(
 
     interfaces: for each rank the names of its NICs. A NIC that `machine` does not know is near to every node.
     """
-    num_ranks = replica.parallel.num_ranks
-    if replica.progress_cores_by_rank is not None:
-        return replica.progress_cores_by_rank or ((),) * num_ranks
-    pinned = [
-        other.cores
-        for neighbour in topology.nodes.values()
-        if neighbour.machine == topology.nodes[node].machine
-        for other in neighbour.replicas
-    ]
-    if not all(pinned):  # executors that may run everywhere leave no core to others
-        return ((),) * num_ranks
-    free = set(usable).difference(*pinned)
+    if (decided := _decided(topology, node, replica)) is not None:
+        return decided
+    free = set(usable).difference(*_pinned(topology, node))
     return tuple(
         tuple(sorted(free & near if near else free)) for near in (_near(machine, names) for names in interfaces)
     )
+
+
+def _decided(topology: Topology, node: NodeName, replica: Replica) -> CpuLists | None:
+    """What no look at the machine changes."""
+    anywhere: CpuLists = ((),) * replica.parallel.num_ranks
+    if replica.progress_cores_by_rank is not None:
+        return replica.progress_cores_by_rank or anywhere
+    # Executors that may run everywhere leave no core to others.
+    return None if all(_pinned(topology, node)) else anywhere
+
+
+def _pinned(topology: Topology, node: NodeName) -> list[tuple[int, ...]]:
+    """The cores of each replica of the node's machine; empty for one whose executors run anywhere."""
+    machine = topology.nodes[node].machine
+    neighbours = [it for it in topology.nodes.values() if it.machine == machine]
+    return [replica.cores for neighbour in neighbours for replica in neighbour.replicas]
 
 
 def _near(machine: Machine, names: Sequence[str]) -> set[int]:
