@@ -15,6 +15,7 @@ from pdd.base.errors import GoingDown, TopologyInvalid
 from pdd.base.ids import NodeName, ReplicaName, new_incarnation
 from pdd.daemon import report
 from pdd.daemon.admin import AdminServer
+from pdd.daemon.audit import Audit
 from pdd.daemon.gateway import Gateway
 from pdd.daemon.log_stream import LogStream
 from pdd.daemon.node import Node
@@ -86,6 +87,7 @@ class Daemon:
             serving = asyncio.create_task(self._serve(replicas))
             signalled = asyncio.create_task(stopping.wait())
             alive = asyncio.create_task(self._tell_systemd())
+            audit = asyncio.create_task(Audit(self._node).run())
             try:
                 await asyncio.wait((serving, signalled), return_when=asyncio.FIRST_COMPLETED)
                 if serving.done():
@@ -93,9 +95,10 @@ class Daemon:
                 log.info("stopping")
                 await self._drain()
             finally:
-                for task in (serving, signalled, alive):
+                tasks = (serving, signalled, alive, audit)
+                for task in tasks:
                     task.cancel()
-                await asyncio.gather(serving, signalled, alive, return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _open(self, stack: AsyncExitStack) -> None:
         """Everything that listens; a busy port is found before a model is loaded."""
