@@ -18,7 +18,7 @@ struct pdd_options {
     const char *hosts;     /* the address of each NIC to listen on, separated by commas; ignored by shm */
     const uint32_t *cores; /* that the progress thread may run on */
     uint32_t num_cores;    /* 0: on any */
-    uint32_t spin_us;      /* how long the progress thread polls after the last activity before it blocks */
+    uint32_t spin_us;      /* waits of the progress thread that follow one shorter than this are spun, as long as this */
     uint32_t max_writes;   /* writes accepted and not yet drained, 2^20 at most; 0: 4096 */
     uint32_t copies;       /* 1: peers of this machine and user may have their pages copied, not sent */
 };

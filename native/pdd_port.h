@@ -283,6 +283,7 @@ struct pdd_port {
 
     /* progress thread */
     bool stopping;
+    bool brief;   /* the last wait was shorter than spin_ns */
     int failed;   /* for good: an errno */
     int breaking; /* ... from the end of this turn on */
     uint64_t now_ns, active_ns, checked_ns;

@@ -33,6 +33,7 @@ void pdd_push_event(struct pdd_port *port, const struct pdd_event *event)
 {
     pdd_ring_push(&port->events, event); /* cannot be full: the slot was reserved */
     pdd_signal_events(port);
+    port->brief = false; /* whoever is told may want this core */
 }
 
 /* ---- completions ---- */
@@ -143,11 +144,14 @@ static unsigned take_commands(struct pdd_port *port)
 }
 
 /* ---- waiting ---- */
-/* How long until something must be tried without anyone waking us; 0: now, after a yield. */
+/* How long until something must be tried without anyone waking us; 0: now, after a yield.
+ *
+ * To be woken costs more than a short wait, and costs the one who wakes us as well: a wait is spun if the one before it
+ * was short. What comes seldom, and what does not come at all, is slept for. */
 static uint64_t patience(const struct pdd_port *port)
 {
     uint64_t quiet_ns = port->now_ns - port->active_ns, wait_ns = FOREVER_NS;
-    if (quiet_ns < port->spin_ns)
+    if (port->brief && quiet_ns < port->spin_ns)
         return 0;
     for (const struct link *link = port->endpoints.next; link != &port->endpoints; link = link->next)
         if (((const struct endpoint *)link)->path)
@@ -214,7 +218,8 @@ static nfds_t collect_fds(struct pdd_port *port, nfds_t *first_wake)
     return end;
 }
 
-static void sleep_in_poll(struct pdd_port *port, uint64_t wait_ns)
+/* True: something was there before the time was over. */
+static bool sleep_in_poll(struct pdd_port *port, uint64_t wait_ns)
 {
     struct timespec timeout = {.tv_sec = (time_t)(wait_ns / 1000000000u), .tv_nsec = (long)(wait_ns % 1000000000u)};
     reserve_fds(port);
@@ -230,6 +235,7 @@ static void sleep_in_poll(struct pdd_port *port, uint64_t wait_ns)
                 if (port->watches[w].wake_fd == port->fds[i].fd)
                     port->watches[w].wake_fd = -1;
     }
+    return ready > 0;
 }
 
 /* False: there is something to read already, or libfabric wants another turn. */
@@ -256,11 +262,13 @@ static void wait_for_work(struct pdd_port *port)
         sched_yield();
         return;
     }
+    bool woken = false;
     atomic_store(&port->sleeping, true);
     if (pdd_ring_empty(&port->commands) && may_sleep(port))
-        sleep_in_poll(port, wait_ns);
+        woken = sleep_in_poll(port, wait_ns);
     atomic_store(&port->sleeping, false);
     port->now_ns = monotonic_ns(); /* else what fails in the next turn is tried again at once: its pause is over */
+    port->brief = woken && port->now_ns - port->active_ns < port->spin_ns;
     pdd_copies_awake(port);
 }
 

@@ -34,7 +34,7 @@ from pdd.bench.posting import measure_posting
 from pdd.fabric.libfabric import PROVIDERS, SHARED_MEMORY, LibfabricPort, sweep_dead_endpoints
 from pdd.fabric.port import CountReached, Piece, Token, Write, WriteDone
 from pdd.memory.arena import SharedMemory
-from pdd.topology.model import Provider
+from pdd.topology.model import Fabric, Provider
 from pdd.transfer.plan import split
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -60,7 +60,7 @@ class SharedArena(Arena):
 class End:
     """One process's port and arena, and the peer's once they have met. Raises FabricUnavailable."""
 
-    def __init__(self, provider: str, arena_bytes: int, line: Line, spin_us: int = 0) -> None:
+    def __init__(self, provider: str, arena_bytes: int, line: Line, spin_us: int = Fabric().spin_us) -> None:
         copies = provider == COPY
         names = PROVIDERS[Provider.TCP] if copies else provider
         self.port = LibfabricPort(names, spin_us=spin_us, copies=copies)

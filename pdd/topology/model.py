@@ -110,8 +110,9 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     same_host: SameHost = SameHost.COPY
     """Between replicas of one machine and user. copy: the decoder's fabric thread copies the pages from the prefiller's
     memory, which it has mapped; no NIC is used. fabric: they go through the provider, as between machines."""
-    spin_us: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
-    """How long the progress thread polls before it blocks; 0 costs nothing when idle."""
+    spin_us: Annotated[int, Meta(ge=0, le=1_000_000)] = 200
+    """To be woken costs more than a short wait: a wait of the progress thread that follows one shorter than this is
+    spun, as long as this at most. When idle it sleeps. 0: it always sleeps."""
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

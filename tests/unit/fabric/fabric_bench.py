@@ -144,18 +144,19 @@ class Bench:
         self.target_port.close()
 
 
-def make_bench(kind: str) -> Bench:
+def make_bench(kind: str, spin_us: int = 0) -> Bench:
     if kind == "loopback":
         fabric = LoopbackFabric(seed=7)
         return Bench(kind, fabric.open_port, fabric.run)
-    return Bench(kind, lambda max_writes: open_kind(kind, max_writes), lambda: None)
+    return Bench(kind, lambda max_writes: open_kind(kind, max_writes, spin_us=spin_us), lambda: None)
 
 
-def open_kind(kind: str, max_writes: int = 4096, hosts: Sequence[str] = ()) -> LibfabricPort:
+def open_kind(kind: str, max_writes: int = 4096, hosts: Sequence[str] = (), spin_us: int = 0) -> LibfabricPort:
     """A port of a provider, over two NICs, or one whose peers copy. `hosts`: of its NICs, if not those of loopback."""
     providers = "shm" if kind == "shm" else "net,tcp"
     loopback = ("127.0.0.1", "127.0.0.2") if kind == "two-nics" else ("127.0.0.1",)
-    return LibfabricPort(providers, hosts or loopback, copies=kind == "copy", max_writes=max_writes)
+    copies = kind == "copy"
+    return LibfabricPort(providers, hosts or loopback, spin_us=spin_us, copies=copies, max_writes=max_writes)
 
 
 def shuffled_pages(seed: int, number: int = NUM_PAGES) -> list[tuple[int, int]]:

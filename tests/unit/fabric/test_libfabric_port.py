@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from fabric_bench import NUM_LAYERS, NUM_PAGES, Bench, make_bench
+from fabric_bench import ARENA_BYTES, NUM_LAYERS, NUM_PAGES, Bench, make_bench
 
 from pdd._fabric import ffi
 from pdd.base.errors import FabricError, FabricUnavailable
@@ -180,7 +180,7 @@ def test_a_storm_of_strays_is_counted_but_not_told_one_by_one() -> None:
 @pytest.mark.parametrize("kind", ["tcp", "two-nics", "copy"])
 def test_idle_ports_cost_next_to_nothing(kind: str) -> None:
     """No time is asserted: the number of wake-ups is what must not grow with it."""
-    bench = make_bench(kind)
+    bench = make_bench(kind, spin_us=200)
     bench.probe()
     ports = [bench.source_port, bench.target_port]
     assert all(isinstance(port, LibfabricPort) for port in ports)
@@ -190,6 +190,43 @@ def test_idle_ports_cost_next_to_nothing(kind: str) -> None:
     after = [port.statistics()["num_wakeups"] for port in ports]  # type: ignore[attr-defined]
     assert sum(after) - sum(before) < 20
     bench.close()
+
+
+def wakeups_of_layers(spin_us: int, num_layers: int) -> tuple[int, int]:
+    """How often a progress thread wakes up while layers come every 2 ms, and while it is asked for something when all
+    has been told."""
+    bench = make_bench("tcp")
+    port = LibfabricPort("net,tcp", spin_us=spin_us)
+    memory = port.register(bench.source.address, ARENA_BYTES)
+    spec = bench.spec(
+        1, pack(1, 1), [(0, 0)], peer=port.add_peer(bench.target_memory.address), memory=memory.memory,
+        watch=port.watch(bench.source.counter_address, wake_fd := os.eventfd(0, os.EFD_NONBLOCK)),
+        num_layers=num_layers, source_layer_bytes=0, target_layer_bytes=0,
+    )  # fmt: skip
+    port.write(spec)
+    before = port.statistics()["num_wakeups"]
+    for layer in range(num_layers):
+        threading.Event().wait(0.002)
+        bench.source.raise_counter(layer + 1)
+        os.eventfd_write(wake_fd, 1)
+    bench.wait(port)
+    ended = port.statistics()["num_wakeups"]
+    threading.Event().wait(0.1)
+    port.release(memory.memory)
+    after = port.statistics()["num_wakeups"]
+    port.close()
+    bench.close()
+    os.close(wake_fd)
+    return ended - before, after - ended
+
+
+def test_a_wait_after_a_short_one_is_spun_until_somebody_is_told() -> None:
+    spun, asked = wakeups_of_layers(spin_us=1_000_000, num_layers=50)
+    assert spun < 10
+    assert asked, "it spins though all has been told"
+    slept, asked = wakeups_of_layers(spin_us=0, num_layers=50)
+    assert slept >= 50
+    assert asked
 
 
 @pytest.mark.parametrize(
