@@ -169,6 +169,17 @@ static int ask(const char *provider, const char *host, const struct fi_info *hin
     return getinfo(api_version(provider), is_shm(provider) ? shm_node : host, NULL, FI_SOURCE, hints, list);
 }
 
+/* shm lists itself for CUDA memory, whether or not it was built for it. */
+static bool usable_for(const struct fi_info *info, uint64_t device_caps, char *why, size_t why_bytes)
+{
+    if (!pdd_usable(info, why, why_bytes))
+        return false;
+    if (!device_caps || pdd_terms(info).device_memory)
+        return true;
+    snprintf(why, why_bytes, "no way to a GPU's memory");
+    return false;
+}
+
 /* The info of exactly this provider, or NULL: libfabric answers "tcp" with "tcp;ofi_rxm" if it has nothing better. */
 static struct fi_info *find_provider(const char *provider, const char *host, uint64_t device_caps,
                                      pdd_getinfo *getinfo, char *why, size_t why_bytes)
@@ -179,7 +190,7 @@ static struct fi_info *find_provider(const char *provider, const char *host, uin
         for (struct fi_info *info = list; info && !found; info = info->next) {
             if (strcmp(info->fabric_attr->prov_name, provider) || !is_of_host(info, provider, host))
                 continue;
-            if (pdd_usable(info, refusal, sizeof refusal))
+            if (usable_for(info, device_caps, refusal, sizeof refusal))
                 found = fi_dupinfo(info);
             else if (!strstr(why, refusal))
                 append(why, why_bytes, "%s%s: %s", why[0] ? "; " : "", provider, refusal);

@@ -128,7 +128,7 @@ static bool knows_source(const struct copier *copier, uint32_t handle)
 bool pdd_copier_takes(struct pdd_port *port, const struct copier *copier, const struct write *write)
 {
     return knows_source(copier, write->spec.memory) ||
-           (pdd_find_memory(port, write->spec.memory)->fd >= 0 && copier->num_sources < COPY_SOURCES);
+           (pdd_find_memory(port, write->spec.memory)->region.fd >= 0 && copier->num_sources < COPY_SOURCES);
 }
 
 static bool is_accepted(struct copier *copier)
@@ -163,7 +163,7 @@ static int send_source(struct copier *copier, const struct memory *memory)
         .source = memory->place.handle,
         .length_bytes = memory->region.length_bytes,
     };
-    if (!send_message(copier->socket, &message, &memory->fd, 1))
+    if (!send_message(copier->socket, &message, &memory->region.fd, 1))
         return -ECONNRESET;
     copier->sources[copier->num_sources++] = memory->place.handle;
     return 0;

@@ -19,18 +19,15 @@ static int call_and_wait(struct pdd_port *port, struct call *call)
     return call->result;
 }
 
-int pdd_register(pdd_port *port, uint64_t address, uint64_t length_bytes, int32_t fd, struct pdd_memory *memory)
+int pdd_register(pdd_port *port, const struct pdd_region *region, struct pdd_memory *memory)
 {
-    struct call call = {
-        .function = pdd_do_register,
-        .address = address,
-        .length_bytes = length_bytes,
-        .fd = fd,
-        .memory = memory,
-    };
+    struct call call = {.function = pdd_do_register, .region = region, .memory = memory};
     uint64_t end;
     memset(memory, 0, sizeof *memory);
-    if (!address || !length_bytes || __builtin_add_overflow(address, length_bytes, &end))
+    if (!region->address || !region->length_bytes ||
+        __builtin_add_overflow(region->address, region->length_bytes, &end))
+        return -EINVAL;
+    if (pdd_on_device(region) ? region->fd >= 0 : region->dmabuf_fd >= 0)
         return -EINVAL;
     return call_and_wait(port, &call);
 }

@@ -9,7 +9,6 @@
 #ifndef PDD_FABRIC_H
 #define PDD_FABRIC_H
 #include <stdint.h>
-#endif
 
 typedef struct pdd_port pdd_port;
 
@@ -21,6 +20,7 @@ struct pdd_options {
     uint32_t spin_us;      /* waits of the progress thread that follow one shorter than this are spun, as long as this */
     uint32_t max_writes;   /* writes accepted and not yet drained, 2^20 at most; 0: 4096 */
     uint32_t copies;       /* 1: peers of this machine and user may have their pages copied, not sent */
+    uint32_t cuda;         /* 1: CUDA memory is going to be registered; a provider that cannot take it is left out */
 };
 
 struct pdd_info {
@@ -31,6 +31,18 @@ struct pdd_info {
     uint32_t num_nics;
     uint32_t copies; /* 1: asked for, and this process can take part in them */
     uint64_t max_write_bytes;
+};
+
+/* Memory to register. What is on a GPU is described as that, never as the host's: some providers would accept it, and
+ * fail or read nonsense at the first write. */
+struct pdd_region {
+    uint64_t address;
+    uint64_t length_bytes;
+    int32_t fd;          /* what the memory is mapped from, beginning at its first byte, a memfd that cannot shrink; peers
+                            of this machine read from it. -1: none, then it can be copied to but not from */
+    int32_t cuda_device; /* whose memory it is; -1: the host's. Nobody copies to or from a device's, and `fd` is -1 */
+    int32_t dmabuf_fd;   /* of exactly this memory of a device, used during the call; -1: none */
+    int32_t reserved;
 };
 
 /* A registration has endpoints of its own, one for each NIC, where its one peer writes: releasing it closes those too,
@@ -125,10 +137,9 @@ void pdd_get_info(const pdd_port *port, struct pdd_info *info);
 void pdd_get_stats(const pdd_port *port, struct pdd_stats *stats);
 int pdd_get_nic_stats(const pdd_port *port, uint32_t nic, struct pdd_nic_stats *stats);
 
-/* Control path (waits). A handle is never 0 and is not used again for something else. `fd`: what the memory is mapped
- * from, beginning at its first byte, a memfd that cannot shrink; peers of this machine read from it. -1: none, then
- * it can be copied to but not from. */
-int pdd_register(pdd_port *port, uint64_t address, uint64_t length_bytes, int32_t fd, struct pdd_memory *memory);
+/* Control path (waits). A handle is never 0 and is not used again for something else. -EOPNOTSUPP: no NIC of this port
+ * can take the region for what it is. */
+int pdd_register(pdd_port *port, const struct pdd_region *region, struct pdd_memory *memory);
 int pdd_release(pdd_port *port, uint32_t memory);
 int pdd_add_peer(pdd_port *port, const uint8_t *address, uint32_t address_bytes, uint32_t *peer);
 int pdd_drop_peer(pdd_port *port, uint32_t peer);
@@ -153,3 +164,5 @@ const char *pdd_strerror(int error);
 int pdd_event_fd(const pdd_port *port);
 /* Takes at most `max_events` events, oldest first; returns how many. Clears the event fd when it took all. */
 int pdd_drain(pdd_port *port, struct pdd_event *events, uint32_t max_events);
+
+#endif

@@ -12,7 +12,7 @@ struct memory *pdd_find_memory(struct pdd_port *port, uint32_t handle)
 }
 
 /* Keys that we may choose are random: who was not given one does not guess it. */
-static int register_with_key(struct nic *nic, struct memory *memory, struct fid_mr **mr)
+static int register_with_key(struct nic *nic, const struct pdd_region *region, struct fid_mr **mr)
 {
     enum { MAX_TRIES = 16 }; /* of 32 random bits, a second time is rare enough */
     struct pdd_registration registration;
@@ -23,11 +23,20 @@ static int register_with_key(struct nic *nic, struct memory *memory, struct fid_
             return -EIO;
         if (nic->terms.key_bytes < sizeof key)
             key &= (1ull << 8 * nic->terms.key_bytes) - 1;
-        rc = pdd_describe_region(&memory->region, &nic->terms, key, &registration);
+        rc = pdd_describe_region(region, &nic->terms, key, &registration);
         if (!rc)
             rc = fi_mr_regattr(nic->domain, &registration.attr, registration.flags, mr);
     } while (nic->terms.chooses_keys && rc == -FI_ENOKEY && ++num_tries < MAX_TRIES);
     return rc;
+}
+
+/* A kernel or a driver without dma-buf may still know the address, by a module of the device's maker. */
+static int register_region(struct nic *nic, const struct pdd_region *region, struct fid_mr **mr)
+{
+    struct pdd_region by_address = *region;
+    by_address.dmabuf_fd = -1;
+    int rc = register_with_key(nic, region, mr);
+    return rc && region->dmabuf_fd >= 0 ? register_with_key(nic, &by_address, mr) : rc;
 }
 
 /* Only writes to this endpoint shall find the key. */
@@ -44,7 +53,7 @@ static int register_at(struct pdd_port *port, struct memory *memory, uint32_t nu
 {
     struct nic *nic = &port->nics[number];
     size_t num_bytes = 0;
-    int rc = register_with_key(nic, memory, &memory->at[number].mr);
+    int rc = register_region(nic, &memory->region, &memory->at[number].mr);
     if (!rc)
         rc = pdd_endpoint_open(port, nic, NULL, &memory->at[number].endpoint);
     if (!rc)
@@ -69,7 +78,7 @@ static int register_everywhere(struct pdd_port *port, struct memory *memory, str
         return -EIO;
     out->length_bytes = memory->region.length_bytes;
     out->num_nics = port->num_nics;
-    if (port->copying) {
+    if (port->copying && !pdd_on_device(&memory->region)) {
         out->copies = 1;
         memcpy(out->machine, port->copying->machine, sizeof out->machine);
         memcpy(out->name, port->copying->name, sizeof out->name);
@@ -105,8 +114,8 @@ int pdd_free_memory(struct pdd_port *port, struct memory *memory)
     }
     free(memory->at);
     memory->at = NULL;
-    if (memory->place.taken && memory->fd >= 0)
-        close(memory->fd);
+    if (memory->place.taken && memory->region.fd >= 0)
+        close(memory->region.fd);
     leave_place(&memory->place);
     return rc;
 }
@@ -117,14 +126,9 @@ int pdd_do_register(struct pdd_port *port, struct call *call)
     struct target_address address = {0};
     if (!memory)
         return -ENOSPC;
-    memory->region = (struct pdd_region){
-        .address = call->address,
-        .length_bytes = call->length_bytes,
-        .iface = FI_HMEM_SYSTEM,
-        .dmabuf_fd = -1,
-    };
-    memory->fd = call->fd < 0 ? -1 : fcntl(call->fd, F_DUPFD_CLOEXEC, 0);
-    int rc = call->fd >= 0 && memory->fd < 0 ? -errno : register_everywhere(port, memory, &address);
+    memory->region = *call->region;
+    memory->region.fd = call->region->fd < 0 ? -1 : fcntl(call->region->fd, F_DUPFD_CLOEXEC, 0);
+    int rc = call->region->fd >= 0 && memory->region.fd < 0 ? -errno : register_everywhere(port, memory, &address);
     if (!rc)
         rc = pdd_write_address(&address, call->memory->address, sizeof call->memory->address);
     if (rc < 0) {

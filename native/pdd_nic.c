@@ -124,10 +124,10 @@ int pdd_endpoint_name(const struct endpoint *endpoint, uint8_t *address, size_t 
     return fi_getname(&endpoint->ep->fid, address, address_bytes);
 }
 
-/* -ENODATA: no provider is usable on this host, see pdd_choose. */
-int pdd_nic_open(struct nic *nic, const char *providers, char *why, size_t why_bytes)
+/* Both as for pdd_choose. -ENODATA: no provider is usable on this host, see pdd_choose. */
+int pdd_nic_open(struct nic *nic, const char *providers, uint64_t device_caps, char *why, size_t why_bytes)
 {
-    nic->info = pdd_choose(providers, nic->host, 0, fi_getinfo, why, why_bytes);
+    nic->info = pdd_choose(providers, nic->host, device_caps, fi_getinfo, why, why_bytes);
     if (!nic->info)
         return -ENODATA;
     nic->terms = pdd_terms(nic->info);

@@ -125,13 +125,13 @@ static int open_nic(struct pdd_port *port, const struct pdd_options *options, ch
 {
     struct nic *nic = &port->nics[port->num_nics++];
     char offers[512], why[512];
-    int rc = pdd_nic_open(nic, options->providers, why, sizeof why);
+    int rc = pdd_nic_open(nic, options->providers, options->cuda ? FI_HMEM : 0, why, sizeof why);
     if (rc == -ENODATA) {
         pdd_list_offers(fi_getinfo, offers, sizeof offers);
         return fail(message, message_bytes, rc,
-                    "libfabric %s has none of the providers [%s] with one-sided writes on host %s%s%s%s; it offers: %s",
-                    fi_tostr("", FI_TYPE_VERSION), options->providers, nic->host, why[0] ? " (" : "", why,
-                    why[0] ? ")" : "", offers);
+                    "libfabric %s has none of the providers [%s] with one-sided writes%s on host %s%s%s%s; it offers: %s",
+                    fi_tostr("", FI_TYPE_VERSION), options->providers, options->cuda ? " of CUDA memory" : "", nic->host,
+                    why[0] ? " (" : "", why, why[0] ? ")" : "", offers);
     }
     if (!rc)
         rc = try_nic(port, nic);

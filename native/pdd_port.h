@@ -199,7 +199,6 @@ struct peer {
 struct memory {
     struct place place;
     struct pdd_region region;
-    int fd; /* -1: none */
     uint8_t token[16]; /* whoever knows it may ask for copies into this memory */
     struct {
         struct fid_mr *mr;
@@ -228,6 +227,7 @@ struct command {
 /* A control call, on the caller's stack while it waits. */
 struct call {
     int (*function)(struct pdd_port *port, struct call *call);
+    const struct pdd_region *region;
     uint64_t address, length_bytes;
     uint32_t handle;
     int32_t fd;
@@ -335,7 +335,7 @@ static inline void retry_later(struct retry *retry, uint64_t now_ns)
 }
 
 /* pdd_nic.c */
-int pdd_nic_open(struct nic *nic, const char *providers, char *why, size_t why_bytes);
+int pdd_nic_open(struct nic *nic, const char *providers, uint64_t device_caps, char *why, size_t why_bytes);
 void pdd_nic_close(struct nic *nic);
 int pdd_endpoint_open(struct pdd_port *port, struct nic *nic, struct path *path, struct endpoint *endpoint);
 void pdd_endpoint_close(struct endpoint *endpoint);

@@ -8,7 +8,8 @@
 static void describe_device_memory(const struct pdd_region *region, const struct pdd_terms *terms,
                                    struct pdd_registration *registration)
 {
-    registration->attr.device.cuda = region->device;
+    registration->attr.iface = FI_HMEM_CUDA;
+    registration->attr.device.cuda = region->cuda_device;
 #ifdef FI_MR_DMABUF
     if (terms->dmabuf && region->dmabuf_fd >= 0) {
         registration->dmabuf = (struct fi_mr_dmabuf){
@@ -27,7 +28,7 @@ static void describe_device_memory(const struct pdd_region *region, const struct
 int pdd_describe_region(const struct pdd_region *region, const struct pdd_terms *terms, uint64_t key,
                         struct pdd_registration *registration)
 {
-    if (region->iface != FI_HMEM_SYSTEM && (region->iface != FI_HMEM_CUDA || !terms->device_memory))
+    if (pdd_on_device(region) && !terms->device_memory)
         return -EOPNOTSUPP;
     memset(registration, 0, sizeof *registration);
     registration->range = (struct iovec){.iov_base = (void *)region->address, .iov_len = region->length_bytes};
@@ -35,8 +36,8 @@ int pdd_describe_region(const struct pdd_region *region, const struct pdd_terms 
     registration->attr.iov_count = 1;
     registration->attr.access = FI_WRITE | FI_REMOTE_WRITE;
     registration->attr.requested_key = terms->chooses_keys ? key : 0;
-    registration->attr.iface = region->iface;
-    if (region->iface == FI_HMEM_CUDA)
+    registration->attr.iface = FI_HMEM_SYSTEM;
+    if (pdd_on_device(region))
         describe_device_memory(region, terms, registration);
     return 0;
 }

@@ -3,16 +3,10 @@
 #define PDD_REGION_H
 
 #include "pdd_choose.h"
+#include "pdd_fabric.h"
 
 #include <rdma/fi_domain.h>
 #include <sys/uio.h>
-
-struct pdd_region {
-    uint64_t address, length_bytes;
-    enum fi_hmem_iface iface; /* FI_HMEM_SYSTEM or FI_HMEM_CUDA */
-    int device;               /* number of the CUDA device */
-    int dmabuf_fd;            /* of exactly this region; -1: none */
-};
 
 /* Arguments of fi_mr_regattr. `attr` points into the same struct: not to be copied. */
 struct pdd_registration {
@@ -24,8 +18,9 @@ struct pdd_registration {
 #endif
 };
 
-/* 0, or -EOPNOTSUPP: this provider cannot take the region for what it is. CUDA memory is never described as the host's:
- * some providers would accept that, and fail or read nonsense at the first write. `key` counts where we choose it. */
+static inline bool pdd_on_device(const struct pdd_region *region) { return region->cuda_device >= 0; }
+
+/* 0, or -EOPNOTSUPP: this provider cannot take the region for what it is. `key` counts where we choose it. */
 int pdd_describe_region(const struct pdd_region *region, const struct pdd_terms *terms, uint64_t key,
                         struct pdd_registration *registration);
 

@@ -25,6 +25,7 @@ from pdd.base.ids import Immediate
 from pdd.fabric.immediate import pack
 from pdd.fabric.port import (
     CountReached,
+    CudaMemory,
     Event,
     Memory,
     Peer,
@@ -90,13 +91,13 @@ class LibfabricPort:
 
     @classmethod
     def open(cls, provider: Provider, hosts: Sequence[str], *, spin_us: int, copies: bool,
-             cores: Sequence[int] = ()) -> LibfabricPort:  # fmt: skip
+             cores: Sequence[int] = (), cuda: bool = False) -> LibfabricPort:  # fmt: skip
         """Opens the best provider of this kind on the address of each NIC. `copies`: peers of this machine may have
         their pages copied, where the system lets us (`info.copies`). `cores`: where the progress thread may run; none:
-        anywhere. Raises FabricUnavailable."""
+        anywhere. `cuda`: GPU memory is going to be registered. Raises FabricUnavailable."""
         if provider is Provider.SHM:
             sweep_dead_endpoints(SHARED_MEMORY)
-        return cls(PROVIDERS[provider], hosts, spin_us=spin_us, copies=copies, cores=cores)
+        return cls(PROVIDERS[provider], hosts, spin_us=spin_us, copies=copies, cores=cores, cuda=cuda)
 
     def __init__(
         self,
@@ -106,12 +107,13 @@ class LibfabricPort:
         spin_us: int = 0,
         copies: bool = False,
         cores: Sequence[int] = (),
+        cuda: bool = False,
         max_writes: int = 4096,
     ) -> None:
         """`providers` are libfabric's names in order of choice, separated by commas."""
         names, addresses = ffi.new("char[]", providers.encode()), ffi.new("char[]", ",".join(hosts).encode())
         numbers = ffi.new("uint32_t[]", list(cores))
-        fields = (names, addresses, numbers, len(cores), spin_us, max_writes, copies)
+        fields = (names, addresses, numbers, len(cores), spin_us, max_writes, copies, cuda)
         options = ffi.new("struct pdd_options *", fields)
         port, message = ffi.new("pdd_port **"), ffi.new("char[]", 1024)
         if lib.pdd_open(options, port, message, 1024):
@@ -154,9 +156,14 @@ class LibfabricPort:
         _check(lib.pdd_get_nic_stats(self._port, nic, stats), f"statistics of NIC {nic}")
         return {name: getattr(stats, name) for name, _ in ffi.typeof("struct pdd_nic_stats").fields}
 
-    def register(self, address: int, length_bytes: int, fd: int = -1) -> RegisteredMemory:
+    def register(
+        self, address: int, length_bytes: int, fd: int = -1, cuda: CudaMemory | None = None
+    ) -> RegisteredMemory:
+        of_device = (cuda.device, cuda.dmabuf_fd) if cuda else (-1, -1)
+        region = ffi.new("struct pdd_region *", (address, length_bytes, fd, *of_device))
         out = ffi.new("struct pdd_memory *")
-        _check(lib.pdd_register(self._port, address, length_bytes, fd, out), f"register {length_bytes} bytes")
+        place = f" of CUDA device {cuda.device}" if cuda else ""
+        _check(lib.pdd_register(self._port, region, out), f"register {length_bytes} bytes{place}")
         return RegisteredMemory(Memory(out.memory), bytes(ffi.buffer(out.address, out.address_bytes)))
 
     def release(self, memory: Memory) -> None:

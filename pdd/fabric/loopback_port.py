@@ -20,6 +20,7 @@ from pdd.base.ids import Immediate
 from pdd.fabric.immediate import slot_of
 from pdd.fabric.port import (
     CountReached,
+    CudaMemory,
     Event,
     Memory,
     Peer,
@@ -132,7 +133,10 @@ class LoopbackPort:
             copies=False,
         )
 
-    def register(self, address: int, length_bytes: int, fd: int = -1) -> RegisteredMemory:
+    def register(
+        self, address: int, length_bytes: int, fd: int = -1, cuda: CudaMemory | None = None
+    ) -> RegisteredMemory:
+        self._demand(cuda is None, errno.EOPNOTSUPP, "register a GPU's memory")
         self._demand(address > 0 and length_bytes > 0, errno.EINVAL, f"register {length_bytes} bytes at {address}")
         memory = Memory(next(self._handles))
         own_address = PREFIX + b"%d:%d:%x:%d" % (self.name, memory, self.random.getrandbits(64), length_bytes)

@@ -51,6 +51,15 @@ class RegisteredMemory(msgspec.Struct, frozen=True):
     """
 
 
+class CudaMemory(msgspec.Struct, frozen=True):
+    """What a region is if not the host's memory."""
+
+    device: int
+    """CUDA's number of it."""
+    dmabuf_fd: int = -1
+    """Of exactly the region, used during the call only; -1: none, then it is registered by its address."""
+
+
 class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """How a peer is reached at this moment."""
 
@@ -141,9 +150,12 @@ class FabricPort(Protocol):
     @property
     def info(self) -> ProviderInfo: ...
 
-    def register(self, address: int, length_bytes: int, fd: int = -1) -> RegisteredMemory:
-        """Registers process memory for local reads and remote writes. `fd`: the memfd that is mapped there from its
-        first byte on, so that peers of this machine can read from it; -1: they cannot. Raises FabricError."""
+    def register(
+        self, address: int, length_bytes: int, fd: int = -1, cuda: CudaMemory | None = None
+    ) -> RegisteredMemory:
+        """Registers memory for local reads and remote writes. `fd`: the memfd that is mapped there from its first byte
+        on, so that peers of this machine can read from it; -1: they cannot. `cuda`: it is a GPU's; then only NICs move
+        its pages. Raises FabricError, EOPNOTSUPP where the provider has no way to a GPU's memory."""
         ...
 
     def release(self, memory: Memory) -> None:

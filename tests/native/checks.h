@@ -2,6 +2,8 @@
 #ifndef PDD_TEST_CHECKS_H
 #define PDD_TEST_CHECKS_H
 
+#include "pdd_fabric.h"
+
 #include <dirent.h>
 #include <errno.h>
 #include <poll.h>
@@ -42,6 +44,13 @@ static inline int count_fds(void)
         number++;
     closedir(open);
     return number;
+}
+
+static inline int register_host(pdd_port *port, uint64_t address, uint64_t length_bytes, int fd,
+                                struct pdd_memory *memory)
+{
+    struct pdd_region region = {address, length_bytes, fd, -1, -1, 0};
+    return pdd_register(port, &region, memory);
 }
 
 /* Of a test's own. xorshift64*. */

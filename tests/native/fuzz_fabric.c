@@ -254,8 +254,10 @@ static void register_region(uint32_t port)
 {
     struct pdd_memory ignored;
     struct region *region = &world.regions[world.num_regions];
-    CHECK(pdd_register(world.ports[port], 0, 4096, -1, &ignored) == -EINVAL);
-    CHECK(pdd_register(world.ports[port], ~0ull - 4095, 8192, -1, &ignored) == -EINVAL);
+    CHECK(register_host(world.ports[port], 0, 4096, -1, &ignored) == -EINVAL);
+    CHECK(register_host(world.ports[port], ~0ull - 4095, 8192, -1, &ignored) == -EINVAL);
+    struct pdd_region of_gpu = {4096, 4096, .fd = -1, .cuda_device = 0, .dmabuf_fd = once_in(2) ? -1 : 0};
+    CHECK(pdd_register(world.ports[port], &of_gpu, &ignored) < 0);
     if (world.num_regions == REGIONS)
         return;
     int fd = memfd_create("region", MFD_CLOEXEC | MFD_ALLOW_SEALING);
@@ -268,7 +270,7 @@ static void register_region(uint32_t port)
     memset(region->map + region->offset, region->source ? 0x55 : 0xdd, region->length_bytes);
     region->fd = region->source ? source_fd(fd) : -1;
     close(fd);
-    int rc = pdd_register(world.ports[port], (uint64_t)region->map + region->offset, region->length_bytes, region->fd,
+    int rc = register_host(world.ports[port], (uint64_t)region->map + region->offset, region->length_bytes, region->fd,
                           &region->memory);
     CHECK(!rc || world.fake);
     region->open = !rc;

@@ -199,6 +199,8 @@ static void test_device_memory_is_asked_for(void)
     MACHINE(&verbs_gpu);
     CHECK(!strcmp(choose("verbs;ofi_rxm", "10.0.0.4", FI_HMEM), "IB-0xfe80000000000000 mlx5_0"));
     CHECK(!strcmp(asked.node, "10.0.0.4") && asked.flags == FI_SOURCE && !(asked.caps & FI_REMOTE_COMM));
+    MACHINE(&shm_gpu);
+    CHECK(!strcmp(choose("shm", "127.0.0.1", FI_HMEM), "") && !strcmp(why, "shm: no way to a GPU's memory"));
 }
 
 static void test_terms(void)
@@ -281,15 +283,16 @@ static void test_why_has_an_end(void)
 }
 
 /* ---- registration ---- */
-static const struct pdd_region HOST = {.address = 0x10000, .length_bytes = 4096, .iface = FI_HMEM_SYSTEM, .dmabuf_fd = -1};
-static const struct pdd_region CUDA = {0x7f0000000000, 1 << 21, FI_HMEM_CUDA, 3, -1};
-static const struct pdd_region CUDA_DMABUF = {0x7f0000000000, 1 << 21, FI_HMEM_CUDA, 3, 9};
+static const struct pdd_region HOST = {0x10000, 4096, .fd = -1, .cuda_device = -1, .dmabuf_fd = -1};
+static const struct pdd_region CUDA = {0x7f0000000000, 1 << 21, .fd = -1, .cuda_device = 3, .dmabuf_fd = -1};
+static const struct pdd_region CUDA_DMABUF = {0x7f0000000000, 1 << 21, .fd = -1, .cuda_device = 3, .dmabuf_fd = 9};
 
 static void expect_by_address(const struct pdd_registration *r, const struct pdd_region *region)
 {
     CHECK(!r->flags && r->attr.iov_count == 1 && r->attr.mr_iov == &r->range);
     CHECK((uint64_t)r->range.iov_base == region->address && r->range.iov_len == region->length_bytes);
-    CHECK(r->attr.access == (FI_WRITE | FI_REMOTE_WRITE) && r->attr.iface == region->iface && !r->attr.offset);
+    CHECK(r->attr.access == (FI_WRITE | FI_REMOTE_WRITE) && !r->attr.offset &&
+          r->attr.iface == (region->cuda_device < 0 ? FI_HMEM_SYSTEM : FI_HMEM_CUDA));
 }
 
 static void test_registration_of_host_memory(void)
@@ -314,10 +317,7 @@ static void test_registration_of_cuda_memory(void)
         CHECK(pdd_describe_region(&CUDA, &t, 0, &r) == -EOPNOTSUPP);
         CHECK(pdd_describe_region(&CUDA_DMABUF, &t, 0, &r) == -EOPNOTSUPP);
     }
-    struct pdd_region other = CUDA;
-    other.iface = FI_HMEM_ZE;
     struct pdd_terms old = terms_of(&efa_gpu, V1_17), t = terms_of(&verbs_gpu, V1_20);
-    CHECK(pdd_describe_region(&other, &t, 0, &r) == -EOPNOTSUPP);
     CHECK(!pdd_describe_region(&CUDA, &t, 0, &r));
     expect_by_address(&r, &CUDA);
     CHECK(r.attr.device.cuda == 3);

@@ -70,8 +70,8 @@ static void setup(struct bench *bench, uint32_t max_writes)
     bench->to = calloc(1, ARENA);
     for (int i = 0; i < ARENA; i++)
         bench->from[i] = (uint8_t)(rand() >> 7);
-    CHECK(!pdd_register(bench->source, (uint64_t)bench->from, ARENA, bench->from_fd, &bench->source_memory));
-    CHECK(!pdd_register(bench->target, (uint64_t)bench->to, ARENA, -1, &bench->target_memory));
+    CHECK(!register_host(bench->source, (uint64_t)bench->from, ARENA, bench->from_fd, &bench->source_memory));
+    CHECK(!register_host(bench->target, (uint64_t)bench->to, ARENA, -1, &bench->target_memory));
     meet(bench, &bench->peer);
 }
 
@@ -399,7 +399,7 @@ static void test_drop_and_close(void)
             seen[event.token] = true;
         }
         CHECK(!pdd_release(bench.target, bench.target_memory.memory));
-        CHECK(!pdd_register(bench.target, (uint64_t)bench.to, ARENA, -1, &bench.target_memory));
+        CHECK(!register_host(bench.target, (uint64_t)bench.to, ARENA, -1, &bench.target_memory));
         if (round < 4)
             meet(&bench, &bench.peer);
     }
@@ -418,7 +418,7 @@ static void test_closed_key(void)
     probe(&bench);
     memcpy(before, bench.to, ARENA);
     closed = bench.target_memory;
-    CHECK(!pdd_register(bench.target, (uint64_t)bench.to, ARENA, -1, &bench.target_memory));
+    CHECK(!register_host(bench.target, (uint64_t)bench.to, ARENA, -1, &bench.target_memory));
     CHECK(!pdd_release(bench.target, closed.memory));
     CHECK(pdd_release(bench.target, closed.memory) == -ENOENT);
     uint32_t old_peer = bench.peer, own_peer;
@@ -490,7 +490,7 @@ static void test_memory_that_cannot_be_mapped(void)
         return;
     setup(&bench, 0);
     shuffle(pages);
-    CHECK(!pdd_register(bench.source, (uint64_t)bench.from, ARENA, -1, &plain));
+    CHECK(!register_host(bench.source, (uint64_t)bench.from, ARENA, -1, &plain));
     struct pdd_write write = make_write(&bench, 1, imm, pages, pages, PAGES);
     write.memory = plain.memory;
     CHECK(!pdd_expect(bench.target, imm, LAYERS * PAGES));

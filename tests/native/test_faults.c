@@ -38,7 +38,7 @@ static struct side open_side(const char *provider, const char *hosts, bool copie
     CHECK(!ftruncate(side.fd, ARENA) && !fcntl(side.fd, F_ADD_SEALS, F_SEAL_SHRINK));
     side.bytes = mmap(NULL, ARENA, PROT_READ | PROT_WRITE, MAP_SHARED, side.fd, 0);
     CHECK(side.bytes != MAP_FAILED && !pdd_open(&options, &side.port, message, sizeof message));
-    CHECK(!pdd_register(side.port, (uint64_t)side.bytes, ARENA, side.fd, &side.memory));
+    CHECK(!register_host(side.port, (uint64_t)side.bytes, ARENA, side.fd, &side.memory));
     return side;
 }
 
@@ -220,7 +220,7 @@ static void test_registrations_that_fail(void)
     CHECK(!pdd_open(&options, &side.port, message, sizeof message));
     num_open = fake_num_open();
     for (int i = 0; i < 100; i++) {
-        CHECK(pdd_register(side.port, (uint64_t)side.bytes, ARENA, side.fd, &memory) < 0);
+        CHECK(register_host(side.port, (uint64_t)side.bytes, ARENA, side.fd, &memory) < 0);
         CHECK(fake_num_open() == num_open && !memory.memory && !memory.address_bytes);
     }
     close_side(&side);
@@ -271,7 +271,7 @@ static void test_strangers_do_not_outlive_a_registration(void)
         struct pdd_memory memory;
         uint8_t byte;
         int ends[3];
-        CHECK(!pdd_register(target.port, (uint64_t)target.bytes, ARENA, -1, &memory));
+        CHECK(!register_host(target.port, (uint64_t)target.bytes, ARENA, -1, &memory));
         for (int i = 0; i < 3; i++)
             ends[i] = connect_to(&memory);
         uint32_t peer = meet(&source, &target.memory); /* served, so the strangers' connections were taken too */

@@ -58,8 +58,8 @@ static void setup(struct bench *bench)
     bench->to = bench->guarded + PAGE;
     CHECK(bench->from != MAP_FAILED && bench->guarded != MAP_FAILED);
     CHECK(!mprotect(bench->to, ARENA, PROT_READ | PROT_WRITE));
-    CHECK(!pdd_register(bench->source, (uint64_t)bench->from, ARENA, bench->from_fd, &bench->source_memory));
-    CHECK(!pdd_register(bench->target, (uint64_t)bench->to, ARENA, -1, &bench->target_memory));
+    CHECK(!register_host(bench->source, (uint64_t)bench->from, ARENA, bench->from_fd, &bench->source_memory));
+    CHECK(!register_host(bench->target, (uint64_t)bench->to, ARENA, -1, &bench->target_memory));
     CHECK(pdd_read_address(bench->target_memory.address, bench->target_memory.address_bytes, &bench->address));
     CHECK(!pdd_add_peer(bench->source, bench->target_memory.address, bench->target_memory.address_bytes, &bench->peer));
 }

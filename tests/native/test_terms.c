@@ -1,5 +1,6 @@
 /* What the library does under terms that no provider here sets: with a domain that only writes down its calls. */
 #include "pdd_address.h"
+#include "pdd_copy.h"
 
 #include <stdio.h>
 
@@ -15,7 +16,7 @@
 static char calls[1024];
 static const char *failing = "none"; /* the call that fails */
 static struct fi_mr_attr described;
-static uint64_t register_flags;
+static uint64_t register_flags, refused_flags;
 static int p2p = -1;
 
 static int call(const char *name)
@@ -120,7 +121,7 @@ static int fake_regattr(struct fid *fid, const struct fi_mr_attr *attr, uint64_t
     (void)fid;
     described = *attr;
     register_flags = flags;
-    if (call("mr"))
+    if (call("mr") || flags & refused_flags)
         return -FI_ENOSYS;
     *mr = calloc(1, sizeof **mr);
     (*mr)->fid = made(FI_CLASS_MR);
@@ -143,9 +144,9 @@ static struct pdd_port port;
 static struct pdd_memory memory;
 static struct target_address told;
 
-static int register_under(struct pdd_terms terms)
+static int register_region(struct pdd_terms terms, const struct pdd_region *region)
 {
-    struct call request = {.address = ADDRESS, .length_bytes = 8192, .fd = -1, .memory = &memory};
+    struct call request = {.region = region, .memory = &memory};
     calls[0] = 0;
     p2p = -1;
     port.nics[0].domain = &domain;
@@ -157,6 +158,12 @@ static int register_under(struct pdd_terms terms)
     if (!rc)
         CHECK(pdd_read_address(memory.address, memory.address_bytes, &told) && told.num_nics == 1 && !told.copies);
     return rc;
+}
+
+static int register_under(struct pdd_terms terms)
+{
+    const struct pdd_region host = {ADDRESS, 8192, .fd = -1, .cuda_device = -1, .dmabuf_fd = -1};
+    return register_region(terms, &host);
 }
 
 static const char *release(void)
@@ -227,12 +234,35 @@ static void test_device_memory_must_not_be_copied_through_the_host(void)
     failing = "none";
 }
 
+static void test_memory_of_a_device(void)
+{
+    struct pdd_terms terms = {.key_bytes = 8, .virtual_addresses = true, .wait_object = FI_WAIT_FD};
+    struct pdd_region region = {ADDRESS, 8192, .fd = -1, .cuda_device = 3, .dmabuf_fd = 9};
+    CHECK(register_region(terms, &region) == -EOPNOTSUPP && !calls[0]);
+    terms.device_memory = terms.dmabuf = true;
+    struct copying copying = {0};
+    port.copying = &copying; /* peers of this machine may copy to the host's memory, but not to a device's */
+    CHECK(!register_region(terms, &region));
+    port.copying = NULL;
+    CHECK(described.iface == FI_HMEM_CUDA && described.device.cuda == 3 && told.nics[0].base == ADDRESS);
+#ifdef FI_MR_DMABUF
+    CHECK(register_flags == FI_MR_DMABUF);
+    refused_flags = FI_MR_DMABUF; /* by a kernel that has none: the address is told as well */
+    release();
+    CHECK(!register_region(terms, &region) && !strcmp(calls, "mr mr cq-fd ep enable-ep getname "));
+    refused_flags = 0;
+#endif
+    CHECK(!register_flags && described.iface == FI_HMEM_CUDA && described.device.cuda == 3);
+    CHECK(!strcmp(release(), "close-ep close-av close-cq close-mr "));
+}
+
 int main(void)
 {
     test_keys_and_addresses();
     test_memory_that_is_bound_to_its_endpoint();
     test_an_endpoint_without_a_descriptor_is_closed_all_the_same();
     test_device_memory_must_not_be_copied_through_the_host();
+    test_memory_of_a_device();
     puts("ok");
     return 0;
 }

@@ -9,8 +9,8 @@ from simulated_ranks import Memory
 from pdd.base.ids import Immediate, PageId, RequestId
 from pdd.fabric.loopback import LoopbackFabric
 from pdd.fabric.loopback_port import LoopbackPort, Message
+from pdd.fabric.port import CudaMemory, RegisteredMemory
 from pdd.fabric.port import Memory as MemoryHandle
-from pdd.fabric.port import RegisteredMemory
 from pdd.memory.pool import PagePool
 from pdd.wire.messages import PrefillRequest
 
@@ -64,8 +64,10 @@ class WatchedPort(LoopbackPort):
     def may_move(self) -> bool:
         return bool(self.outbox or self._writes)
 
-    def register(self, address: int, length_bytes: int, fd: int = -1) -> RegisteredMemory:
-        registered = super().register(address, length_bytes, fd)
+    def register(
+        self, address: int, length_bytes: int, fd: int = -1, cuda: CudaMemory | None = None
+    ) -> RegisteredMemory:
+        registered = super().register(address, length_bytes, fd, cuda)
         self.by_key[registered.address] = self
         return registered
 

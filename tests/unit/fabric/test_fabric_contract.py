@@ -12,7 +12,7 @@ from fabric_bench import ARENA_BYTES, NUM_LAYERS, NUM_PAGES, PAGE_BYTES, Bench, 
 
 from pdd.base.errors import FabricBusy, FabricError
 from pdd.fabric.immediate import pack
-from pdd.fabric.port import CountReached, Event, Piece, StrayWrite, Token, WriteDone
+from pdd.fabric.port import CountReached, CudaMemory, Event, Piece, StrayWrite, Token, WriteDone
 
 IMMEDIATE = pack(5, 17)
 ALL_PIECES = NUM_LAYERS * NUM_PAGES
@@ -252,6 +252,14 @@ def test_after_release_nothing_is_placed(bench: Bench) -> None:
     bench.source_port.drop_peer(bench.peer)
     assert bench.target_port.arrived(IMMEDIATE) == 0
     assert bytes(bench.target.map) == before
+
+
+def test_a_gpu_s_memory_is_never_taken_for_the_host_s(bench: Bench) -> None:
+    for cuda in (CudaMemory(0), CudaMemory(3, dmabuf_fd=bench.source.fd)):
+        with pytest.raises(FabricError) as refused:
+            bench.source_port.register(bench.source.address, ARENA_BYTES, cuda=cuda)
+        assert refused.value.errno == errno.EOPNOTSUPP
+    bench.probe()
 
 
 def test_addresses_differ_for_each_registration_of_the_same_bytes(bench: Bench) -> None:

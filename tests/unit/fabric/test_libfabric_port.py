@@ -78,6 +78,12 @@ def test_a_provider_is_never_replaced_by_a_similar_one() -> None:
         port.close()
 
 
+@pytest.mark.parametrize("provider", list(Provider))
+def test_a_port_for_a_gpu_s_memory_wants_a_nic_that_reaches_it(provider: Provider) -> None:
+    with pytest.raises(FabricUnavailable, match="one-sided writes of CUDA memory on host"):
+        LibfabricPort.open(provider, ["127.0.0.1"], spin_us=0, copies=False, cuda=True)
+
+
 def test_a_host_that_is_not_ours_is_refused() -> None:
     with pytest.raises(FabricUnavailable, match=r"203\.0\.113\.9"):
         LibfabricPort.open(Provider.TCP, ["127.0.0.1", "203.0.113.9"], spin_us=0, copies=False)
