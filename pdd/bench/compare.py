@@ -107,7 +107,8 @@ def best(series: Sequence[Series]) -> Series:
 
 
 class Race:
-    """Those that still run. One that fails drops out, with all of the size that it failed at."""
+    """Those that still run. One that fails drops out, with all of the size that it failed at, and is closed: it may be
+    polling in the others' turns."""
 
     def __init__(self, runners: Sequence[Running]) -> None:
         self.runners = list(runners)
@@ -139,6 +140,7 @@ class Race:
         except ContenderFailed as error:
             self.failures[each.contender.name] = f"{error} ({num_pages} pages of {page_bytes} bytes)"
             self.runners.remove(each)
+            each.close()
             return []
 
 

@@ -214,7 +214,9 @@ class Running:
             os.killpg(self._process.pid, number)
 
     def close(self) -> None:
-        """Lets it clean up, and kills it when that takes too long."""
+        """Lets it clean up, and kills it when that takes too long. May be called again."""
+        if self._process.returncode is not None:
+            return
         with contextlib.suppress(OSError):
             self._line.close()
         self._signal(signal.SIGCONT)

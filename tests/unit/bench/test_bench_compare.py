@@ -43,6 +43,9 @@ class FakeRunning:
         self._turns.append((name, count))
         return [Took(self._seconds * num_pages, None)] * count
 
+    def close(self) -> None:
+        self._turns.append((self.contender.name, -1))
+
 
 def run(*runners: FakeRunning) -> Report:
     left_out = [LeftOut("mooncake", "not installed")]
@@ -98,6 +101,7 @@ def test_one_that_breaks_drops_out_and_the_rest_go_on() -> None:
     )
     assert [each.contender for each in report.throughput] == ["pdd net"]
     assert [each.failure for each in report.entrants] == ["", "it broke (256 pages of 4096 bytes)"]
+    assert [name for name, count in turns if count < 0] == ["mooncake"], "it must not go on beside the others"
     text = "\n".join(beside(report))
     assert "failed: mooncake: it broke" in text
     assert "left out: mooncake: not installed" in text

@@ -91,6 +91,7 @@ def test_a_source_that_fails_ends_the_contender(fake_mooncake: FakeMooncake) -> 
             running.turn(64 * KIB, 16, 1)
     finally:
         running.close()
+        running.close()
 
 
 def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
