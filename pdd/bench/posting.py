@@ -11,7 +11,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -23,8 +22,8 @@ from pdd.fabric.port import Write
 
 NUM_PAGES, NUM_LAYERS, PAGE_TOKENS = 1000, 30, 16
 WARM_UP_ROUNDS = 3
-AWAKE_US = 2000
-"""How long a thread polls that shall be awake for the next round."""
+AWAKE_US = 100_000
+"""Longer than a round: a thread that has just been asked for something spins until it is asked again."""
 
 
 class Posting(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +49,10 @@ def _spread(seconds: Sequence[float]) -> str:
 
 
 class TimedPort(LibfabricPort):
-    def __init__(self, provider: str, hosts: Sequence[str], spin_us: int = 0) -> None:
-        super().__init__(provider, hosts, spin_us=spin_us)
+    spin_us = 0
+
+    def __init__(self, provider: str, hosts: Sequence[str]) -> None:
+        super().__init__(provider, hosts, spin_us=self.spin_us)
         self.write_s: list[float] = []
 
     def write(self, write: Write) -> None:
@@ -60,9 +61,17 @@ class TimedPort(LibfabricPort):
         self.write_s.append(time.perf_counter() - begin_s)
 
 
+class AwakePort(TimedPort):
+    spin_us = AWAKE_US
+
+    def write(self, write: Write) -> None:
+        self.peer_info(write.peer)  # returns when the progress thread has answered
+        super().write(write)
+
+
 def measure_posting(provider: str, num_rounds: int) -> Posting:
     """Raises FabricError where handoffs do not arrive."""
-    asleep, awake = _rounds(provider, num_rounds, 0), _rounds(provider, num_rounds, AWAKE_US)
+    asleep, awake = _rounds(provider, num_rounds, TimedPort), _rounds(provider, num_rounds, AwakePort)
     return Posting(write=awake.write, write_waking=asleep.write, announce_waking=asleep.announce)
 
 
@@ -71,10 +80,9 @@ class _Rounds(NamedTuple):
     announce: list[float]
 
 
-def _rounds(provider: str, number: int, spin_us: int) -> _Rounds:
+def _rounds(provider: str, number: int, open_port: type[TimedPort]) -> _Rounds:
     shape = make_shape(1, 1, NUM_PAGES, num_layers=NUM_LAYERS, page_tokens=PAGE_TOKENS, head_dim=16, dtype="bfloat16",
                        num_planes=2)  # fmt: skip
-    open_port = partial(TimedPort, spin_us=spin_us)
     pair = Pair("posting", provider, shape, shape, NUM_PAGES * PAGE_TOKENS, nics=1, open_port=open_port)
     try:
         for _ in range(WARM_UP_ROUNDS + number):
