@@ -39,8 +39,8 @@ from pdd.wire.tls import LinkTls
 log = structlog.get_logger(__name__)
 
 _DRAIN_POLL_S = 0.05
-_STATUS_S = 5.0
-"""How often systemd's status line is looked at, where no watchdog asks for more."""
+_STATUS_S = 1.0
+"""How often what systemd is told is looked at, where its watchdog does not ask for more."""
 
 
 class HttpService(Protocol):
@@ -202,7 +202,7 @@ class Daemon:
             if (reason := readiness(self._node).reason) != said:
                 notifier.status(reason)
                 said = reason
-            await asyncio.sleep(notifier.watchdog_s / 3 or _STATUS_S)
+            await asyncio.sleep(min(notifier.watchdog_s / 3 or _STATUS_S, _STATUS_S))
 
 
 def max_sequence_tokens(topology: Topology, model: PackedModel) -> int:
