@@ -60,7 +60,7 @@ class Handoffs:
             )
         record.peer = choice.name
         record.attempts += 1
-        self._prefillers.asked(choice.name)
+        self._prefillers.asked(record, choice.name)
         record.retry_after_s = None
         lease_s = self._policy.lease_s
         record.lease = asyncio.get_running_loop().call_later(lease_s, self._lease_over, record, immediates[0])
@@ -340,6 +340,8 @@ class Handoffs:
 
     def end(self, record: DecodeRequest) -> None:
         """Nothing of the handoff is waited for any more."""
+        if record.handoff is not None:
+            self._prefillers.ended(record, record.handoff)
         if record.lease is not None:
             record.lease.cancel()
             record.lease = None

@@ -55,7 +55,7 @@ class PeerBook:
         peer.sent = {}
 
     def sent(self, replica: ReplicaName, request: RequestId, num_tokens: int) -> None:
-        """A replica was asked to decode it."""
+        """A replica was asked to decode it, or to prefill so much of it."""
         if peer := self.owner(replica):
             peer.sent.setdefault(replica, {})[request] = num_tokens
 
@@ -102,7 +102,7 @@ def _candidate(info: ReplicaInfo, load: ReplicaLoad | None, sent: Mapping[Reques
         free_pages=max((load.free_pages if load else layout.num_pages) - num_sent_pages, 0),
         num_queued=(load.num_queued if load else 0) + len(sent),
         num_running=load.num_running if load else 0,
-        queued_tokens=load.queued_tokens if load else 0,
+        queued_tokens=(load.queued_tokens if load else 0) + sum(sent.values()),
         max_sequences=info.max_sequences,
         late=load is not None and load.late,
     )

@@ -48,9 +48,14 @@ class Prefillers:
             raise NoPath("; ".join(reason for theirs, reason in paths.broken() if theirs in resting))
         return [it for it in candidates if it.name not in resting]
 
-    def asked(self, name: ReplicaName) -> None:
-        """A handoff begins."""
+    def asked(self, record: DecodeRequest, name: ReplicaName) -> None:
+        """A handoff begins. It counts there at once: of a burst, the next one may go to another."""
         self._control.peers.paths.tried(self._ours, name, self._control.clock.now_s())
+        self._control.peers.sent(name, record.id, len(record.prompt) - 1 - record.num_cached_tokens)
+
+    def ended(self, record: DecodeRequest, handoff: Handoff) -> None:
+        """However it ended."""
+        self._control.peers.unsent(handoff.prefiller, record.id)
 
     def lost(self, handoff: Handoff, reason: str) -> None:
         """Pages of it did not arrive, and its link lives."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from cluster import Cluster, MakeCluster, colocated, prefill_and_decode
+from cluster import HANDOFF_ALL, Cluster, MakeCluster, colocated, counters, free_ports, prefill_and_decode
 
 
 def prompt(num_tokens: int, seed: int = 0) -> list[int]:
@@ -39,6 +39,21 @@ async def test_a_handed_off_prompt_is_continued_like_a_colocated_one(
         counters = (await cluster.ask("decode0", "status"))["counters"]
         assert counters["handoffs[arrived]"] == len([length for length in lengths if length > 1])
         assert "prefill_decisions[decoder,recompute]" not in counters
+
+
+async def test_a_burst_is_spread_over_the_prefillers(make_cluster: MakeCluster) -> None:
+    """Within one heartbeat, so that nothing is heard of what they have been asked to do. Prompts begin alike: where
+    loads are equal, all would go to the same one."""
+    nodes = prefill_and_decode(max_sequences=16)
+    nodes["prefill1"] = {**nodes["prefill0"], "control_port": free_ports(1)[0]}
+    cluster_section = {"heartbeat_s": 30.0, "silence_s": 120.0}
+    async with make_cluster(nodes, handoff=HANDOFF_ALL, cluster=cluster_section) as cluster:
+        prompts = [prompt(64) + prompt(60, seed) for seed in range(12)]
+        await asyncio.gather(*[tokens_of(cluster, ids) for ids in prompts])
+        nodes_counted = [await counters(cluster, name) for name in ("prefill0", "prefill1")]
+    sent = [counted.get("requests_ended[prefill,sent]", 0) for counted in nodes_counted]
+    assert sum(sent) == len(prompts)
+    assert min(sent) >= 4, sent
 
 
 async def test_many_requests_at_once_each_get_their_own_answer(make_cluster: MakeCluster) -> None:
