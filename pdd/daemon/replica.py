@@ -82,6 +82,8 @@ class Replica:
     ) -> Replica:
         """Starts the executors, waits for their models, and opens the fabric: on `hosts`, with progress threads on
         `progress_cores`, for each rank. Raises PddError; OSError when the system has nothing left to start it with."""
+        if config.role is not Role.COLOCATED:
+            _try_fabric(fabric, hosts)
         ranks = await _start_ranks(name, config, model, run_dir, limits.load_s)
         work = asyncio.Event()
         tp, dp = config.parallel.tp, config.parallel.dp
@@ -245,6 +247,12 @@ async def _start_ranks(
         raise
     finally:
         rendezvous.unlink(missing_ok=True)
+
+
+def _try_fabric(fabric: Fabric, hosts: tuple[tuple[str, ...], ...]) -> None:
+    """A provider or a NIC that is not there is told of before a model is loaded for minutes. Raises PddError."""
+    for of_rank in hosts:
+        LibfabricPort.open(fabric.provider, of_rank, spin_us=0, copies=False).close()
 
 
 def _open_fabric(
