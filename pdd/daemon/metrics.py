@@ -79,6 +79,9 @@ class Metrics:
             "transfer_oddities", "What messengers have met besides handoffs, since their replica came up",
             ("replica", "kind"),
         )  # fmt: skip
+        self.fabric = gauge(
+            "fabric", "What the fabric ports of a replica have counted since it came up", ("replica", "kind")
+        )
         self.link_faults = gauge("link_faults", "Faults of control links since the start", ("kind",))
         self.peers_up = gauge("peers_up", "Control links that are up")
         self.ready = gauge("ready", "1 when the daemon can serve")

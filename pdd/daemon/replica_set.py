@@ -252,6 +252,13 @@ class ReplicaSet:
         """Times that a rank's way of copies to a peer was given up, for a while, since the start."""
         return sum(port.statistics()["num_failed_copiers"] for port in self._ports)
 
+    def fabric_counters(self) -> dict[str, int]:
+        """What the ports of all ranks have counted since they were opened, by name (`messages`, `wakeups`, ...)."""
+        counted = [port.statistics() for port in self._ports]
+        return {
+            name.removeprefix("num_"): sum(one[name] for one in counted) for name in (counted[0] if counted else ())
+        }
+
     @property
     def transfer_counters(self) -> TransferCounters:
         """All zero for those that hand nothing over."""

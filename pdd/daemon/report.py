@@ -81,6 +81,8 @@ def refresh_gauges(node: Node) -> None:
     for replica in node.replicas.values():
         for kind, number in msgspec.structs.asdict(replica.transfer_counters).items():
             node.metrics.transfer_oddities.labels(replica.name, kind).set(number)
+        for kind, number in replica.fabric_counters().items():
+            node.metrics.fabric.labels(replica.name, kind).set(number)
         pool = replica.pool
         for use, num_pages in (
             ("free", pool.num_free),

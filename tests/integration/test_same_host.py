@@ -30,5 +30,9 @@ async def test_the_way_of_the_topology_is_taken_and_shown(make_cluster: MakeClus
         arrived = sum(nic["arrived_pieces"] for nic in target["nics"])
         assert (target["copied_bytes"] > 0, arrived > 0) == (same_host == "copy", same_host == "fabric")
         assert not any(nic["failed_paths"] for replica in (source, target) for nic in replica["nics"])
+        async with cluster.session.get(f"{cluster.url}/metrics") as response:
+            metrics = await response.text()
+        assert f'pdd:fabric{{kind="copied_bytes",replica="decode0/0"}} {target["copied_bytes"]:.1f}' in metrics
+        assert 'pdd:fabric{kind="unknown",replica="decode0/0"} 0.0' in metrics
         copied = f"{target['copied_bytes'] / 2**20:.1f} MiB"
         assert (copied in await text_of(cluster, "decode0", commands.status)) == (same_host == "copy")

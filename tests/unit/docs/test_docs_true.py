@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
+from pdd._fabric import ffi
 from pdd.base.errors import TopologyInvalid
 from pdd.bench.__main__ import BENCHES
 from pdd.control.main import _parser
@@ -55,6 +56,12 @@ def test_the_readme_has_topologies_and_a_misspelt_one_would_be_noticed(tmp_path:
     file.write_text(first.replace("kv_bytes", "kv_byte"))
     with pytest.raises(TopologyInvalid, match="did you mean kv_bytes"):
         load(file)
+
+
+def test_every_counter_of_the_fabric_is_explained() -> None:
+    [row] = [line for line in (ROOT / "docs" / "metrics.md").read_text().splitlines() if line.startswith("| `kind` |")]
+    explained = re.findall(r"`(\w+)`", row.partition("Of `fabric`")[2].partition("Of `link_faults`")[0])
+    assert explained == [name.removeprefix("num_") for name, _ in ffi.typeof("struct pdd_stats").fields]
 
 
 def test_the_client_snippet_uses_what_the_openai_client_has() -> None:
