@@ -52,7 +52,7 @@ def make_ffi() -> FFI:
         '#include "pdd_fabric.h"',
         sources=[f"native/{name}" for name in SOURCES],
         include_dirs=["native"],
-        depends=["native/pdd_fabric.h", "native/pdd_choose.h", "native/pdd_port.h", "native/pdd_ring.h"],
+        depends=[f"native/{header.name}" for header in HERE.glob("*.h")],
         extra_compile_args=[*FLAGS, *pkg_config("--cflags")],
         extra_link_args=["-pthread", *pkg_config("--libs")],
     )

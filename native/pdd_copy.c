@@ -17,7 +17,7 @@ static bool send_message(int socket, const struct copy_message *message, const i
     struct iovec data = {.iov_base = (void *)message, .iov_len = sizeof *message};
     union {
         struct cmsghdr header;
-        uint8_t bytes[CMSG_SPACE(3 * sizeof(int))];
+        uint8_t bytes[CMSG_SPACE(4 * sizeof(int))];
     } control;
     struct msghdr header = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = &control};
     header.msg_controllen = CMSG_SPACE(num_fds * sizeof(int));
@@ -42,19 +42,19 @@ static int make_ring(struct copier *copier)
     return fd;
 }
 
-static int introduce(struct copying *copying, struct copier *copier, int ring_fd)
+static int introduce(struct copying *copying, struct copier *copier, const struct pdd_region *source, int ring_fd)
 {
     struct sockaddr_un address;
     uint32_t address_bytes;
-    struct copy_message hello = {.kind = COPY_HELLO, .version = COPY_VERSION};
-    int fds[3] = {ring_fd, copier->reader_bell, copier->bell};
-    memcpy(hello.token, copier->token, sizeof hello.token);
-    pdd_copying_socket_name(copier->name, &address, &address_bytes);
+    struct copy_message hello = {.kind = COPY_HELLO, .version = COPY_VERSION, .length_bytes = source->length_bytes};
+    int fds[4] = {ring_fd, copier->reader_bell, copier->bell, source->fd};
+    memcpy(hello.token, copier->peer->copy_token, sizeof hello.token);
+    pdd_copying_socket_name(copier->peer->copy_name, &address, &address_bytes);
     if (ring_fd < 0 || copier->socket < 0 || copier->bell < 0 || copier->reader_bell < 0)
         return -EMFILE;
     if (connect(copier->socket, (struct sockaddr *)&address, address_bytes))
         return -errno;
-    if (!pdd_copying_same_user(copier->socket) || !send_message(copier->socket, &hello, fds, 3))
+    if (!pdd_copying_same_user(copier->socket) || !send_message(copier->socket, &hello, fds, 4))
         return -ECONNREFUSED;
     int rc = pdd_copying_listen(copying, copier->socket, &copier->socket_tag);
     return rc ? rc : pdd_copying_listen(copying, copier->bell, &copier->bell_tag);
@@ -75,14 +75,14 @@ static void disconnect(struct copying *copying, struct copier *copier)
 
 static int start(struct pdd_port *port, struct copier *copier)
 {
-    copier->head = copier->tail = copier->num_sources = 0;
+    copier->head = copier->tail = 0;
     copier->bytes_in_flight = 0;
     copier->progress_ns = port->now_ns;
     copier->socket = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     copier->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     copier->reader_bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     int ring_fd = make_ring(copier);
-    int rc = introduce(port->copying, copier, ring_fd);
+    int rc = introduce(port->copying, copier, &pdd_find_memory(port, copier->memory)->region, ring_fd);
     if (ring_fd >= 0)
         close(ring_fd);
     if (rc) {
@@ -92,15 +92,21 @@ static int start(struct pdd_port *port, struct copier *copier)
     return rc;
 }
 
-/* NULL: no memory. It connects when it is first wanted. */
-struct copier *pdd_copier_new(struct pdd_port *port, struct peer *peer, const uint8_t *name, const uint8_t *token)
+static void free_copier(struct pdd_port *port, struct copier *copier)
+{
+    disconnect(port->copying, copier);
+    list_remove(&copier->link);
+    free(copier);
+}
+
+static struct copier *new_copier(struct pdd_port *port, struct peer *peer, uint32_t memory)
 {
     struct copier *copier = calloc(1, sizeof *copier);
     if (!copier)
         return NULL;
     copier->peer = peer;
-    memcpy(copier->name, name, sizeof copier->name);
-    memcpy(copier->token, token, sizeof copier->token);
+    copier->memory = memory;
+    copier->announced = true;
     copier->socket = copier->bell = copier->reader_bell = -1;
     copier->socket_tag = (struct tag){.kind = TAG_COPIER_SOCKET, .owner = copier};
     copier->bell_tag = (struct tag){.kind = TAG_COPIER_BELL, .owner = copier};
@@ -108,27 +114,35 @@ struct copier *pdd_copier_new(struct pdd_port *port, struct peer *peer, const ui
     return copier;
 }
 
-/* The writes that it has jobs of are the caller's to end. */
-void pdd_copier_free(struct pdd_port *port, struct copier *copier)
+/* Made when a write first wants it; it connects when it has something to post. NULL: only NICs go there. */
+struct copier *pdd_find_copier(struct pdd_port *port, struct peer *peer, uint32_t memory)
 {
-    disconnect(port->copying, copier);
-    list_remove(&copier->link);
-    free(copier);
+    if (!peer->copies || pdd_find_memory(port, memory)->region.fd < 0)
+        return NULL;
+    for (struct link *link = port->copying->copiers.next; link != &port->copying->copiers; link = link->next)
+        if (((struct copier *)link)->peer == peer && ((struct copier *)link)->memory == memory)
+            return (struct copier *)link;
+    return new_copier(port, peer, memory);
 }
 
-static bool knows_source(const struct copier *copier, uint32_t handle)
+/* The writes that they have jobs of are the caller's to end. */
+void pdd_free_copiers(struct pdd_port *port, const struct peer *peer)
 {
-    for (uint32_t i = 0; i < copier->num_sources; i++)
-        if (copier->sources[i] == handle)
+    for (struct link *link = peer->copies ? port->copying->copiers.next : NULL, *next;
+         link && link != &port->copying->copiers; link = next) {
+        next = link->next;
+        if (((struct copier *)link)->peer == peer)
+            free_copier(port, (struct copier *)link);
+    }
+}
+
+bool pdd_is_copied_to(const struct pdd_port *port, const struct peer *peer)
+{
+    for (const struct link *link = peer->copies ? port->copying->copiers.next : NULL;
+         link && link != &port->copying->copiers; link = link->next)
+        if (((const struct copier *)link)->peer == peer && ((const struct copier *)link)->accepted)
             return true;
     return false;
-}
-
-/* The target can map what the write reads. What it cannot must not end what it does for others. */
-bool pdd_copier_takes(struct pdd_port *port, const struct copier *copier, const struct write *write)
-{
-    return knows_source(copier, write->spec.memory) ||
-           (pdd_find_memory(port, write->spec.memory)->region.fd >= 0 && copier->num_sources < COPY_SOURCES);
 }
 
 static bool is_accepted(struct copier *copier)
@@ -156,34 +170,15 @@ bool pdd_copier_ready(struct pdd_port *port, struct copier *copier)
 }
 
 /* ---- jobs ---- */
-static int send_source(struct copier *copier, const struct memory *memory)
-{
-    struct copy_message message = {
-        .kind = COPY_SOURCE,
-        .source = memory->place.handle,
-        .length_bytes = memory->region.length_bytes,
-    };
-    if (!send_message(copier->socket, &message, &memory->region.fd, 1))
-        return -ECONNRESET;
-    copier->sources[copier->num_sources++] = memory->place.handle;
-    return 0;
-}
-
-/* Asks for the next copy of a write. -EAGAIN: the ring is full; 1: it has failed, and perhaps the write with it. */
+/* Asks for the next copy of a write. -EAGAIN: the ring is full. */
 int pdd_post_copy(struct pdd_port *port, struct copier *copier, struct write *write)
 {
     const struct memory *memory = pdd_find_memory(port, write->spec.memory);
     struct batch batch;
     if (!copier->accepted || copier->tail - copier->head == COPY_JOBS || copier->bytes_in_flight >= COPY_BYTES)
         return -FI_EAGAIN;
-    int rc = knows_source(copier, write->spec.memory) ? 0 : send_source(copier, memory);
-    if (rc) {
-        pdd_fail_copier(port, copier, -rc);
-        return 1;
-    }
     pdd_fill_batch(port, write, 1, &batch);
     struct copy_job job = {
-        .source = write->spec.memory,
         .immediate = write->spec.immediate | (batch.weight - 1),
         .source_offset_bytes = (uint64_t)batch.local[0].iov_base - memory->region.address,
         .target_offset_bytes = batch.remote[0].addr,
@@ -197,18 +192,23 @@ int pdd_post_copy(struct pdd_port *port, struct copier *copier, struct write *wr
     if (!write->first_ns)
         write->first_ns = monotonic_ns();
     atomic_store_explicit(&copier->ring->tail, ++copier->tail, memory_order_release);
+    copier->announced = false;
     pdd_batch_posted(port, write, &batch);
     return 0;
 }
 
 /* After jobs were put in: the target sees them, or we see that it sleeps. */
-void pdd_announce_copies(struct copier *copier)
+void pdd_announce_copies(struct pdd_port *port)
 {
-    if (!copier->ring)
-        return;
-    atomic_thread_fence(memory_order_seq_cst);
-    if (atomic_load(&copier->ring->reader_sleeps) && atomic_exchange(&copier->ring->reader_sleeps, 0))
-        pdd_signal_fd(copier->reader_bell);
+    for (struct link *link = port->copying->copiers.next; link != &port->copying->copiers; link = link->next) {
+        struct copier *copier = (struct copier *)link;
+        if (!copier->announced && copier->ring) {
+            atomic_thread_fence(memory_order_seq_cst);
+            if (atomic_load(&copier->ring->reader_sleeps) && atomic_exchange(&copier->ring->reader_sleeps, 0))
+                pdd_signal_fd(copier->reader_bell);
+        }
+        copier->announced = true;
+    }
 }
 
 static void job_done(struct pdd_port *port, struct copier *copier, int error)
@@ -282,14 +282,26 @@ void pdd_fail_copier(struct pdd_port *port, struct copier *copier, int error)
     give_up(port, copier, error);
 }
 
+void pdd_fail_copiers(struct pdd_port *port, int error)
+{
+    for (struct link *link = port->copying ? port->copying->copiers.next : NULL;
+         link && link != &port->copying->copiers; link = link->next)
+        pdd_fail_copier(port, (struct copier *)link, error);
+}
+
 /* A memory is released: who can read it must not. That is no failure. */
 void pdd_forget_source(struct pdd_port *port, uint32_t handle)
 {
-    if (!port->copying)
-        return;
-    for (struct link *link = port->copying->copiers.next; link != &port->copying->copiers; link = link->next)
-        if (((struct copier *)link)->ring && knows_source((struct copier *)link, handle))
-            give_up(port, (struct copier *)link, ECANCELED);
+    for (struct link *link = port->copying ? port->copying->copiers.next : NULL, *next;
+         link && link != &port->copying->copiers; link = next) {
+        struct copier *copier = (struct copier *)link;
+        next = link->next;
+        if (copier->memory == handle) {
+            if (copier->ring)
+                give_up(port, copier, ECANCELED);
+            free_copier(port, copier);
+        }
+    }
 }
 
 static uint64_t max_silence_ns(const struct copier *copier)

@@ -1,14 +1,15 @@
 /* Copies between two ports of one machine: the target's port copies from memory of the writer that it has mapped.
  *
  *     writer (pdd_copy.c)                           target (pdd_serve.c)
- *     connect, hello: ring, bells, token   ------>  who may, into which memory
- *                                          <-ring--  accepted: a job that is refused would be a write that failed
- *     a source's descriptor                ------>  mapped, readable only
+ *     connect, hello: ring, bells, token,  ------>  who may, from which memory into which
+ *             descriptor of the source     <-ring--  accepted: a job that is refused would be a write that failed
  *     jobs                                 --ring->  copy, count
  *                                          <-ring--  how many are done
  *
  * The writer never maps what it writes to. So a fence is nothing but the target serving no more, a writer that hangs or
- * dies cannot reach anybody's page, and whatever stands in the ring is checked like any message from outside.
+ * dies cannot reach anybody's page, and whatever stands in the ring is checked like any message from outside. What is not
+ * guarded against is a process of the same user that means harm: it could stop our thread by its bells, whose flags it
+ * shares with us, as it could stop the whole process.
  *
  * A Unix socket with an abstract name introduces the two; while it is open, the other side lives.
  */
@@ -18,20 +19,20 @@
 #include "pdd_port.h"
 
 enum {
-    COPY_VERSION = 2,
+    COPY_VERSION = 3,
     COPY_JOBS = 1024,           /* in a ring; a power of two */
     COPY_BYTES = 8 << 20,       /* asked for and not done: bounds what a cancel must wait for */
     COPY_BYTES_PER_TURN = 1 << 20,
-    COPY_SOURCES = 8,           /* memories of one writer */
     MAX_READERS = 1024,
+    COPY_BACKLOG = 128,         /* connections that wait to be accepted */
     COPY_NAME_BYTES = 16,
     MACHINE_BYTES = 64,
 };
 
 /* ---- what crosses: only ever read with every field checked ---- */
 struct copy_job {
-    uint32_t source;    /* handle of the writer's memory */
     uint32_t immediate; /* with weight */
+    uint32_t reserved;
     uint64_t source_offset_bytes;
     uint64_t target_offset_bytes;
     uint64_t length_bytes;
@@ -48,15 +49,13 @@ struct copy_ring {
     _Alignas(PDD_CACHE_LINE) struct copy_job jobs[COPY_JOBS];
 };
 
-enum copy_message_kind { COPY_HELLO = 0x70646431, COPY_SOURCE = 0x70646432 };
+enum copy_message_kind { COPY_HELLO = 0x70646431 };
 
 struct copy_message {
     uint32_t kind;
-    uint32_t version; /* HELLO, with the descriptors of the ring, the target's bell and the writer's */
-    uint32_t source;  /* SOURCE: its handle, with its descriptor */
-    uint32_t reserved;
-    uint64_t length_bytes;
-    uint8_t token[16]; /* HELLO */
+    uint32_t version; /* with the descriptors of the ring, the target's bell, the writer's, and the source */
+    uint64_t length_bytes; /* of the source */
+    uint8_t token[16];
 };
 
 /* ---- one side each ---- */
@@ -73,30 +72,24 @@ struct copier_job {
     uint64_t bytes;
 };
 
-/* Our way to one peer of this machine. */
+/* Our way from one memory to one peer of this machine. */
 struct copier {
     struct link link; /* on `copiers` */
     struct peer *peer;
-    uint8_t name[COPY_NAME_BYTES], token[16];
+    uint32_t memory; /* its handle */
     int socket, reader_bell, bell;
     struct tag socket_tag, bell_tag;
     struct copy_ring *ring; /* NULL: not connected */
     bool accepted;          /* the target has said so, which it cannot take back */
+    bool announced;         /* the target sees all jobs, or was woken */
     bool left;              /* the target went while nothing was asked of it: a failure if it is wanted again */
     uint32_t head, tail;
     uint64_t bytes_in_flight, progress_ns;
-    uint32_t sources[COPY_SOURCES], num_sources; /* that the target has */
     struct retry reconnect;
     struct copier_job jobs[COPY_JOBS];
 };
 
-struct reader_source {
-    uint32_t handle;
-    const uint8_t *base;
-    uint64_t length_bytes;
-};
-
-/* A peer of this machine that writes to us. */
+/* A memory of a peer of this machine that writes to us. */
 struct reader {
     struct link link; /* on `readers` */
     int socket, bell, writer_bell;
@@ -104,8 +97,8 @@ struct reader {
     struct memory *memory; /* NULL: it has not said hello */
     struct copy_ring *ring;
     uint32_t head;
-    struct reader_source sources[COPY_SOURCES];
-    uint32_t num_sources;
+    const uint8_t *source; /* NULL: not mapped */
+    uint64_t source_bytes, since_ns;
 };
 
 struct copying {
@@ -132,21 +125,22 @@ bool pdd_copies_may_sleep(struct pdd_port *port);
 void pdd_copies_awake(struct pdd_port *port);
 
 /* pdd_copy.c: the writer */
-struct copier *pdd_copier_new(struct pdd_port *port, struct peer *peer, const uint8_t *name, const uint8_t *token);
-void pdd_copier_free(struct pdd_port *port, struct copier *copier);
-bool pdd_copier_takes(struct pdd_port *port, const struct copier *copier, const struct write *write);
+struct copier *pdd_find_copier(struct pdd_port *port, struct peer *peer, uint32_t memory);
+void pdd_free_copiers(struct pdd_port *port, const struct peer *peer);
+bool pdd_is_copied_to(const struct pdd_port *port, const struct peer *peer);
 bool pdd_copier_ready(struct pdd_port *port, struct copier *copier);
 int pdd_post_copy(struct pdd_port *port, struct copier *copier, struct write *write);
-void pdd_announce_copies(struct copier *copier);
+void pdd_announce_copies(struct pdd_port *port);
 unsigned pdd_reap_copies(struct pdd_port *port);
 void pdd_fail_copier(struct pdd_port *port, struct copier *copier, int error);
+void pdd_fail_copiers(struct pdd_port *port, int error);
 void pdd_forget_source(struct pdd_port *port, uint32_t handle);
 bool pdd_copier_may_sleep(struct copier *copier);
 unsigned pdd_check_copiers(struct pdd_port *port);
 uint64_t pdd_copies_patience(const struct pdd_port *port);
 
 /* pdd_serve.c: the target */
-void pdd_accept_reader(struct pdd_port *port);
+void pdd_accept_readers(struct pdd_port *port);
 void pdd_hear_reader(struct pdd_port *port, struct reader *reader);
 void pdd_close_reader(struct pdd_port *port, struct reader *reader);
 void pdd_close_readers_of(struct pdd_port *port, const struct memory *memory);

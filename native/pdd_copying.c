@@ -46,11 +46,12 @@ bool pdd_copying_same_user(int socket)
     return !getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) && peer.uid == geteuid();
 }
 
-/* Of a bell only that it was rung: one that stays readable, whatever we read, would keep us awake for ever. */
+/* Of a bell only that it was rung, and of the listener that somebody came: what stays readable, whatever we read or
+ * cannot accept, would keep us awake for ever. */
 int pdd_copying_listen(struct copying *copying, int fd, struct tag *tag)
 {
-    bool bell = tag->kind == TAG_READER_BELL || tag->kind == TAG_COPIER_BELL;
-    struct epoll_event event = {.events = bell ? EPOLLIN | EPOLLET : EPOLLIN, .data.ptr = tag};
+    bool once = tag->kind == TAG_READER_BELL || tag->kind == TAG_COPIER_BELL || tag->kind == TAG_LISTENER;
+    struct epoll_event event = {.events = once ? EPOLLIN | EPOLLET : EPOLLIN, .data.ptr = tag};
     return epoll_ctl(copying->epoll, EPOLL_CTL_ADD, fd, &event) ? -errno : 0;
 }
 
@@ -96,7 +97,7 @@ static int open_listener(struct copying *copying)
     copying->listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     copying->epoll = epoll_create1(EPOLL_CLOEXEC);
     if (copying->listener < 0 || copying->epoll < 0 ||
-        bind(copying->listener, (struct sockaddr *)&address, address_bytes) || listen(copying->listener, 128))
+        bind(copying->listener, (struct sockaddr *)&address, address_bytes) || listen(copying->listener, COPY_BACKLOG))
         return -errno;
     copying->listener_tag = (struct tag){.kind = TAG_LISTENER};
     return pdd_copying_listen(copying, copying->listener, &copying->listener_tag);
@@ -144,7 +145,7 @@ static void attend(struct pdd_port *port, const struct tag *tag)
 {
     switch (tag->kind) {
     case TAG_LISTENER:
-        pdd_accept_reader(port);
+        pdd_accept_readers(port);
         break;
     case TAG_READER_SOCKET:
         pdd_hear_reader(port, tag->owner);

@@ -137,7 +137,7 @@ void pdd_get_info(const pdd_port *port, struct pdd_info *info);
 void pdd_get_stats(const pdd_port *port, struct pdd_stats *stats);
 int pdd_get_nic_stats(const pdd_port *port, uint32_t nic, struct pdd_nic_stats *stats);
 
-/* Control path (waits). A handle is never 0 and is not used again for something else. -EOPNOTSUPP: no NIC of this port
+/* Control path (waits). A handle is never 0 and is not soon used again for something else. -EOPNOTSUPP: no NIC of this port
  * can take the region for what it is. */
 int pdd_register(pdd_port *port, const struct pdd_region *region, struct pdd_memory *memory);
 int pdd_release(pdd_port *port, uint32_t memory);

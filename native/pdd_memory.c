@@ -3,6 +3,7 @@
 #include "pdd_place.h"
 
 #include <fcntl.h>
+#include <stdio.h>
 #include <sys/random.h>
 #include <unistd.h>
 
@@ -36,7 +37,7 @@ static int register_region(struct nic *nic, const struct pdd_region *region, str
     struct pdd_region by_address = *region;
     by_address.dmabuf_fd = -1;
     int rc = register_with_key(nic, region, mr);
-    return rc && region->dmabuf_fd >= 0 ? register_with_key(nic, &by_address, mr) : rc;
+    return rc && region->dmabuf_fd >= 0 && nic->terms.dmabuf ? register_with_key(nic, &by_address, mr) : rc;
 }
 
 /* Only writes to this endpoint shall find the key. */
@@ -100,9 +101,10 @@ static int close_key(struct memory *memory, uint32_t number)
 /* The endpoint goes first, and with it a message that is half here; but not before a key that is bound to it. */
 static int close_at(struct pdd_port *port, struct memory *memory, uint32_t number)
 {
-    int rc = port->nics[number].terms.binds_memory ? close_key(memory, number) : 0;
-    pdd_endpoint_close(&memory->at[number].endpoint);
-    return rc ? rc : close_key(memory, number);
+    int key = port->nics[number].terms.binds_memory ? close_key(memory, number) : 0;
+    int endpoint = pdd_endpoint_close(&memory->at[number].endpoint);
+    int rest = close_key(memory, number);
+    return key ? key : endpoint ? endpoint : rest;
 }
 
 int pdd_free_memory(struct pdd_port *port, struct memory *memory)
@@ -120,6 +122,14 @@ int pdd_free_memory(struct pdd_port *port, struct memory *memory)
     return rc;
 }
 
+/* What peers of this machine are given can only be read. -1: this system does not let us, and they are given none. */
+static int open_for_readers(int fd)
+{
+    char path[32];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    return open(path, O_RDONLY | O_CLOEXEC);
+}
+
 int pdd_do_register(struct pdd_port *port, struct call *call)
 {
     struct memory *memory = take_place(port->memories, sizeof *memory, &port->num_memories, MAX_MEMORIES);
@@ -127,8 +137,8 @@ int pdd_do_register(struct pdd_port *port, struct call *call)
     if (!memory)
         return -ENOSPC;
     memory->region = *call->region;
-    memory->region.fd = call->region->fd < 0 ? -1 : fcntl(call->region->fd, F_DUPFD_CLOEXEC, 0);
-    int rc = call->region->fd >= 0 && memory->region.fd < 0 ? -errno : register_everywhere(port, memory, &address);
+    memory->region.fd = port->copying && call->region->fd >= 0 ? open_for_readers(call->region->fd) : -1;
+    int rc = register_everywhere(port, memory, &address);
     if (!rc)
         rc = pdd_write_address(&address, call->memory->address, sizeof call->memory->address);
     if (rc < 0) {
@@ -164,5 +174,8 @@ int pdd_do_release(struct pdd_port *port, struct call *call)
     pdd_close_readers_of(port, memory);
     pdd_forget_source(port, call->handle);
     memory->place.handle = 0;
-    return port->nics[0].terms.lingers ? close_keys_only(port, memory) : pdd_free_memory(port, memory);
+    int rc = port->nics[0].terms.lingers ? close_keys_only(port, memory) : pdd_free_memory(port, memory);
+    if (rc) /* its peer may still write to it: nothing but the end of the port is sure to stop that */
+        port->breaking = error_number(-rc);
+    return rc;
 }

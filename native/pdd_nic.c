@@ -95,13 +95,16 @@ static void shut_connections(struct endpoint *endpoint)
         }
     if (open)
         closedir(open);
-    for (int turn = 0; turn < NUM_TURNS; turn++)
+    for (int turn = 0; turn < NUM_TURNS; turn++) {
+        errno = 0; /* see pdd_read_cq */
         fi_cq_read(endpoint->cq, ignored, 64);
+    }
 }
 
-/* Also of one that was never opened: all zero. */
-void pdd_endpoint_close(struct endpoint *endpoint)
+/* Also of one that was never opened: all zero. Else than 0: it may be open still, and what it should fence, too. */
+int pdd_endpoint_close(struct endpoint *endpoint)
 {
+    int rc = 0;
     if (endpoint->ep && endpoint->cq && endpoint->nic->listens)
         shut_connections(endpoint);
     struct fid *fids[] = {
@@ -110,12 +113,14 @@ void pdd_endpoint_close(struct endpoint *endpoint)
         endpoint->cq ? &endpoint->cq->fid : NULL,
         endpoint->wait_set ? &endpoint->wait_set->fid : NULL,
     };
-    for (size_t i = 0; i < sizeof fids / sizeof *fids; i++)
-        if (fids[i])
-            fi_close(fids[i]);
+    for (size_t i = 0; i < sizeof fids / sizeof *fids; i++) {
+        int closed = fids[i] ? fi_close(fids[i]) : 0;
+        rc = rc ? rc : closed;
+    }
     if (endpoint->link.next)
         list_remove(&endpoint->link);
     *endpoint = (struct endpoint){.fd = -1};
+    return rc;
 }
 
 int pdd_endpoint_name(const struct endpoint *endpoint, uint8_t *address, size_t *address_bytes)

@@ -40,8 +40,6 @@ static int try_nic(struct pdd_port *port, struct nic *nic)
 
 static void close_fabric(struct pdd_port *port)
 {
-    for (uint32_t i = 0; i < port->num_nics; i++)
-        port->nics[i].listens = false; /* no CQ is read any more */
     for (uint32_t i = 0; i < port->num_peers; i++)
         pdd_free_peer(port, &port->peers[i]);
     for (uint32_t i = 0; i < port->num_memories; i++)

@@ -115,6 +115,14 @@ static void stall(struct pdd_port *port, struct path *path)
     path->retry_ns = port->now_ns + (refused_ns < YIELD_NS ? 1 : least(refused_ns / 4, MAX_RETRY_NS));
 }
 
+/* Nothing is wanted of a peer: what its paths refused before is not held against them when something is. */
+void pdd_rest_peer(struct peer *peer)
+{
+    peer->stuck_since_ns = 0;
+    for (uint32_t i = 0; i < peer->num_paths; i++)
+        peer->paths[i].stalled_since_ns = peer->paths[i].retry_ns = 0;
+}
+
 /* Posts the next message of a write. -EAGAIN: the path took nothing, and is asked again later. */
 int pdd_post_message(struct pdd_port *port, struct path *path, struct write *write)
 {
@@ -224,9 +232,8 @@ void pdd_fail_peers(struct pdd_port *port, int error)
         for (uint32_t k = 0; peer->place.handle && k < peer->num_paths; k++)
             if (peer->paths[k].endpoint.ep)
                 pdd_fail_path(port, &peer->paths[k], error);
-        if (peer->place.handle && peer->copier)
-            pdd_fail_copier(port, peer->copier, error);
     }
+    pdd_fail_copiers(port, error);
 }
 
 static bool is_silent(const struct path *path, uint64_t now_ns)

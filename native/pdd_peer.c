@@ -55,9 +55,8 @@ static int open_paths(struct pdd_port *port, struct peer *peer, const struct tar
 void pdd_free_peer(struct pdd_port *port, struct peer *peer)
 {
     bool lingers = false;
-    if (peer->copier)
-        pdd_copier_free(port, peer->copier);
-    peer->copier = NULL;
+    pdd_free_copiers(port, peer);
+    peer->copies = false;
     for (uint32_t i = 0; i < peer->num_paths; i++) {
         pdd_path_close(port, &peer->paths[i]);
         lingers |= peer->paths[i].messages != NULL;
@@ -82,8 +81,9 @@ int pdd_do_add_peer(struct pdd_port *port, struct call *call)
     peer->length_bytes = target.length_bytes;
     int rc = open_paths(port, peer, &target);
     if (!rc && target.copies && port->copying && !memcmp(target.machine, port->copying->machine, MACHINE_BYTES)) {
-        peer->copier = pdd_copier_new(port, peer, target.name, target.token);
-        rc = peer->copier ? 0 : -ENOMEM;
+        peer->copies = true;
+        memcpy(peer->copy_name, target.name, sizeof peer->copy_name);
+        memcpy(peer->copy_token, target.token, sizeof peer->copy_token);
     }
     if (rc) {
         pdd_free_peer(port, peer);
@@ -123,7 +123,7 @@ int pdd_do_get_peer(struct pdd_port *port, struct call *call)
     if (!peer)
         return -ENOENT;
     *call->peer_info = (struct pdd_peer_info){
-        .copies = peer->copier && peer->copier->accepted,
+        .copies = pdd_is_copied_to(port, peer),
         .num_paths = peer->num_paths,
     };
     for (uint32_t i = 0; i < peer->num_paths; i++)

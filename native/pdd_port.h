@@ -129,6 +129,7 @@ struct write {
     struct link link; /* first: on a peer's `ready`, on a watch's `armed`, or on none */
     struct pdd_write spec;
     struct peer *peer;
+    struct copier *copier; /* NULL: NICs only */
     struct watch *watch;
     struct cursor cursor; /* next piece to post */
     uint32_t slot;
@@ -189,7 +190,8 @@ struct peer {
     struct place place;
     struct link ready;
     uint64_t length_bytes; /* of the registration */
-    struct copier *copier; /* NULL: of another machine, or it did not work out */
+    bool copies;           /* it is of this machine, and says that it copies */
+    uint8_t copy_name[16], copy_token[16];
     struct path *paths;
     uint32_t num_paths;
     int error;               /* of the way that failed last */
@@ -283,7 +285,8 @@ struct pdd_port {
 
     /* progress thread */
     bool stopping;
-    bool brief;   /* the last wait was shorter than spin_ns */
+    bool brief;             /* the last sleep was shorter than spin_ns, and nobody has been told of anything since */
+    uint32_t num_fruitless; /* waits in a row that something ended, with nothing done after them */
     int failed;   /* for good: an errno */
     int breaking; /* ... from the end of this turn on */
     uint64_t now_ns, active_ns, checked_ns;
@@ -338,7 +341,7 @@ static inline void retry_later(struct retry *retry, uint64_t now_ns)
 int pdd_nic_open(struct nic *nic, const char *providers, uint64_t device_caps, char *why, size_t why_bytes);
 void pdd_nic_close(struct nic *nic);
 int pdd_endpoint_open(struct pdd_port *port, struct nic *nic, struct path *path, struct endpoint *endpoint);
-void pdd_endpoint_close(struct endpoint *endpoint);
+int pdd_endpoint_close(struct endpoint *endpoint);
 int pdd_endpoint_name(const struct endpoint *endpoint, uint8_t *address, size_t *address_bytes);
 
 /* pdd_memory.c; find on any thread (see above), the rest on the progress thread */
@@ -365,6 +368,7 @@ void pdd_path_close(struct pdd_port *port, struct path *path);
 bool pdd_path_busy(const struct path *path);
 struct path *pdd_choose_path(struct pdd_port *port, struct peer *peer);
 bool pdd_has_open_path(const struct peer *peer);
+void pdd_rest_peer(struct peer *peer);
 int pdd_post_message(struct pdd_port *port, struct path *path, struct write *write);
 bool pdd_complete(struct pdd_port *port, struct path *path, const void *context, int error);
 bool pdd_fail_path(struct pdd_port *port, struct path *path, int error);

@@ -7,6 +7,9 @@
 static const uint64_t FOREVER_NS = ~0ull;
 static const uint64_t POLLED_WATCH_NS = 100 * 1000;
 static const uint64_t MS = 1000000;
+static const uint64_t BRAKE_NS = 5 * MS;
+enum { MAX_FRUITLESS = 1000, /* one large message may come in hundreds of parts, each of which wakes us */
+       TRIES_AFTER_BRAKE = 4 };
 
 /* ---- telling the other side ---- */
 void pdd_signal_fd(int fd)
@@ -71,6 +74,7 @@ unsigned pdd_read_cq(struct pdd_port *port, struct endpoint *endpoint)
     struct fi_cq_data_entry entries[64];
     if (port->failed)
         return 0;
+    errno = 0; /* a stale EAGAIN is what libfabric 1.17 takes for its own where a connection is closed, and keeps it */
     ssize_t num_read = fi_cq_read(endpoint->cq, entries, 64);
     if (num_read == -FI_EAVAIL)
         return read_error(port, endpoint);
@@ -166,7 +170,7 @@ static uint64_t patience(const struct pdd_port *port)
         wait_ns = 100 * MS;
     if (!port->wakes) { /* nobody wakes us for a completion: look less often the longer it was quiet */
         bool hot = port->in_flight || atomic_load(&port->num_armed);
-        uint64_t longest_ns = hot ? MS : 5 * MS, shortest_ns = hot ? 0 : MS, pace_ns = quiet_ns / 8;
+        uint64_t longest_ns = hot ? MS : 10 * MS, shortest_ns = hot ? 0 : MS, pace_ns = quiet_ns / 8;
         pace_ns = pace_ns > longest_ns ? longest_ns : pace_ns;
         pace_ns = pace_ns < 25000 ? shortest_ns : pace_ns;
         wait_ns = pace_ns < wait_ns ? pace_ns : wait_ns;
@@ -219,13 +223,13 @@ static nfds_t collect_fds(struct pdd_port *port, nfds_t *first_wake)
 }
 
 /* True: something was there before the time was over. */
-static bool sleep_in_poll(struct pdd_port *port, uint64_t wait_ns)
+static bool sleep_in_poll(struct pdd_port *port, uint64_t wait_ns, bool completions)
 {
     struct timespec timeout = {.tv_sec = (time_t)(wait_ns / 1000000000u), .tv_nsec = (long)(wait_ns % 1000000000u)};
     reserve_fds(port);
-    nfds_t first_wake, end = collect_fds(port, &first_wake);
+    nfds_t first_wake, end = collect_fds(port, &first_wake), first = completions ? 0 : first_wake;
     uint64_t ignored;
-    int ready = ppoll(port->fds, end, wait_ns == FOREVER_NS ? NULL : &timeout, NULL);
+    int ready = ppoll(port->fds + first, end - first, wait_ns == FOREVER_NS ? NULL : &timeout, NULL);
     add_stat(&port->stats.num_wakeups, 1);
     for (nfds_t i = first_wake; ready > 0 && i < end; i++) {
         if (port->fds[i].revents & POLLIN && read(port->fds[i].fd, &ignored, sizeof ignored) < 0)
@@ -248,11 +252,31 @@ static bool may_sleep(struct pdd_port *port)
         if (!is_active(endpoint))
             continue;
         struct fid *fids[1] = {&endpoint->cq->fid};
+        errno = 0; /* see pdd_read_cq */
         if (endpoint->wait_set ? fi_wait(endpoint->wait_set, 0) != -FI_ETIMEDOUT
                                : endpoint->fd >= 0 && fi_trywait(endpoint->nic->fabric, fids, 1) != FI_SUCCESS)
             return false;
     }
     return pdd_copies_may_sleep(port);
+}
+
+/* Something says again and again that it has a completion, and has none: a connection that libfabric 1.17 does not let
+ * go of, or one that it cannot accept. Completions are left alone for a moment, and tried again. */
+static void brake(struct pdd_port *port)
+{
+    sleep_in_poll(port, BRAKE_NS, false);
+    port->num_fruitless = MAX_FRUITLESS - TRIES_AFTER_BRAKE;
+}
+
+static void sleep_for_work(struct pdd_port *port, uint64_t wait_ns)
+{
+    if (port->num_fruitless >= MAX_FRUITLESS) {
+        brake(port);
+        return;
+    }
+    bool may = may_sleep(port), woken = may && sleep_in_poll(port, wait_ns, true);
+    port->num_fruitless = woken || !may ? port->num_fruitless + 1 : 0;
+    port->brief = woken && monotonic_ns() - port->active_ns < port->spin_ns;
 }
 
 static void wait_for_work(struct pdd_port *port)
@@ -262,13 +286,11 @@ static void wait_for_work(struct pdd_port *port)
         sched_yield();
         return;
     }
-    bool woken = false;
     atomic_store(&port->sleeping, true);
-    if (pdd_ring_empty(&port->commands) && may_sleep(port))
-        woken = sleep_in_poll(port, wait_ns);
+    if (pdd_ring_empty(&port->commands))
+        sleep_for_work(port, wait_ns);
     atomic_store(&port->sleeping, false);
     port->now_ns = monotonic_ns(); /* else what fails in the next turn is tried again at once: its pause is over */
-    port->brief = woken && port->now_ns - port->active_ns < port->spin_ns;
     pdd_copies_awake(port);
 }
 
@@ -287,10 +309,12 @@ void *pdd_progress(void *argument)
         pdd_push_strays(port);
         num_done += pdd_check_paths(port);
         port->now_ns = monotonic_ns();
-        if (num_done)
+        if (num_done) {
             port->active_ns = port->now_ns;
-        else
+            port->num_fruitless = 0;
+        } else {
             wait_for_work(port);
+        }
     }
     end_all(port, ECANCELED);
     return NULL;

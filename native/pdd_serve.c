@@ -6,13 +6,21 @@
 #include <unistd.h>
 
 /* ---- who may ---- */
-/* One connection of each waiting socket; a stranger's is closed at once. */
-void pdd_accept_reader(struct pdd_port *port)
+/* Whoever connects says hello with it. */
+static void close_silent_readers(struct pdd_port *port)
+{
+    for (struct link *link = port->copying->readers.next, *next; link != &port->copying->readers; link = next) {
+        struct reader *reader = (struct reader *)link;
+        next = link->next;
+        if (!reader->memory && port->now_ns - reader->since_ns > MAX_SILENCE_NS)
+            pdd_close_reader(port, reader);
+    }
+}
+
+/* Another user's is closed at once. */
+static void accept_reader(struct pdd_port *port, int socket)
 {
     struct copying *copying = port->copying;
-    int socket = accept4(copying->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (socket < 0)
-        return;
     struct reader *reader = NULL;
     if (pdd_copying_same_user(socket) && copying->num_readers < MAX_READERS)
         reader = calloc(1, sizeof *reader);
@@ -20,6 +28,7 @@ void pdd_accept_reader(struct pdd_port *port)
         close(socket);
         return;
     }
+    reader->since_ns = port->now_ns;
     reader->socket = socket;
     reader->bell = reader->writer_bell = -1;
     reader->socket_tag = (struct tag){.kind = TAG_READER_SOCKET, .owner = reader};
@@ -30,13 +39,23 @@ void pdd_accept_reader(struct pdd_port *port)
         pdd_close_reader(port, reader);
 }
 
+/* All that wait: the next of which we hear is the next that comes. */
+void pdd_accept_readers(struct pdd_port *port)
+{
+    int socket, num_taken = 0;
+    close_silent_readers(port);
+    while (num_taken++ < COPY_BACKLOG &&
+           (socket = accept4(port->copying->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0)
+        accept_reader(port, socket);
+}
+
 void pdd_close_reader(struct pdd_port *port, struct reader *reader)
 {
     pdd_copying_close_fd(port->copying, &reader->socket);
     pdd_copying_close_fd(port->copying, &reader->bell);
     pdd_copying_close_fd(port->copying, &reader->writer_bell);
-    for (uint32_t i = 0; i < reader->num_sources; i++)
-        munmap((void *)reader->sources[i].base, reader->sources[i].length_bytes);
+    if (reader->source)
+        munmap((void *)reader->source, reader->source_bytes);
     if (reader->ring)
         munmap(reader->ring, sizeof *reader->ring);
     list_remove(&reader->link);
@@ -72,7 +91,10 @@ static bool take_hello(struct pdd_port *port, struct reader *reader, const struc
         return false;
     reader->memory = find_by_token(port, message->token);
     reader->ring = pdd_copying_map_sealed(fds[0], sizeof *reader->ring, PROT_READ | PROT_WRITE);
-    if (!reader->memory || !reader->ring || !pdd_copying_is_bell(fds[1]) || !pdd_copying_is_bell(fds[2]))
+    reader->source = pdd_copying_map_sealed(fds[3], message->length_bytes, PROT_READ);
+    reader->source_bytes = message->length_bytes;
+    if (!reader->memory || !reader->ring || !reader->source || !pdd_copying_is_bell(fds[1]) ||
+        !pdd_copying_is_bell(fds[2]))
         return false;
     reader->bell = fds[1];
     reader->writer_bell = fds[2];
@@ -84,20 +106,8 @@ static bool take_hello(struct pdd_port *port, struct reader *reader, const struc
     return true;
 }
 
-static bool take_source(struct reader *reader, const struct copy_message *message, int fd)
-{
-    if (!reader->memory || reader->num_sources == COPY_SOURCES)
-        return false;
-    void *base = pdd_copying_map_sealed(fd, message->length_bytes, PROT_READ);
-    if (!base)
-        return false;
-    reader->sources[reader->num_sources++] =
-        (struct reader_source){.handle = message->source, .base = base, .length_bytes = message->length_bytes};
-    return true;
-}
-
 /* Room for as many as the kernel may put there: it fills what alignment leaves. */
-enum { CONTROL_BYTES = CMSG_SPACE(3 * sizeof(int)), MAX_FDS = (CONTROL_BYTES - CMSG_LEN(0)) / sizeof(int) };
+enum { CONTROL_BYTES = CMSG_SPACE(4 * sizeof(int)), MAX_FDS = (CONTROL_BYTES - CMSG_LEN(0)) / sizeof(int) };
 
 static uint32_t take_fds(struct msghdr *header, int *fds)
 {
@@ -128,10 +138,8 @@ static int hear(struct pdd_port *port, struct reader *reader)
         return 0;
     uint32_t num_fds = num_bytes < 0 ? 0 : take_fds(&header, fds);
     bool whole = num_bytes == sizeof message && !(header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)), fine = false;
-    if (whole && message.kind == COPY_HELLO && num_fds == 3)
+    if (whole && message.kind == COPY_HELLO && num_fds == 4)
         fine = take_hello(port, reader, &message, fds);
-    else if (whole && message.kind == COPY_SOURCE && num_fds == 1)
-        fine = take_source(reader, &message, fds[0]);
     for (uint32_t i = 0; i < num_fds; i++)
         if (fds[i] >= 0)
             close(fds[i]);
@@ -150,33 +158,17 @@ void pdd_hear_reader(struct pdd_port *port, struct reader *reader)
 }
 
 /* ---- copying ---- */
-static const uint8_t *find_source(struct pdd_port *port, struct reader *reader, const struct copy_job *job)
-{
-    /* Twice: a source's descriptor was sent before the first job that names it, by another way. */
-    for (int i = 0; i < 2; i++) {
-        for (uint32_t s = 0; s < reader->num_sources; s++) {
-            const struct reader_source *source = &reader->sources[s];
-            if (source->handle == job->source && job->length_bytes <= source->length_bytes &&
-                job->source_offset_bytes <= source->length_bytes - job->length_bytes)
-                return source->base + job->source_offset_bytes;
-        }
-        if (hear(port, reader) <= 0)
-            break;
-    }
-    return NULL;
-}
-
 /* False: it asks for what it may not, or its sources change already. */
 static bool serve_job(struct pdd_port *port, struct reader *reader, const struct copy_job *job)
 {
     const struct pdd_region *target = &reader->memory->region;
     if (!job->length_bytes || job->length_bytes > target->length_bytes ||
-        job->target_offset_bytes > target->length_bytes - job->length_bytes)
+        job->target_offset_bytes > target->length_bytes - job->length_bytes ||
+        job->length_bytes > reader->source_bytes ||
+        job->source_offset_bytes > reader->source_bytes - job->length_bytes)
         return false;
-    const uint8_t *from = find_source(port, reader, job);
-    if (!from)
-        return false;
-    pdd_copy_bytes((uint8_t *)target->address + job->target_offset_bytes, from, job->length_bytes);
+    pdd_copy_bytes((uint8_t *)target->address + job->target_offset_bytes, reader->source + job->source_offset_bytes,
+                   job->length_bytes);
     /* The writer says `stopped` before it changes a source. Not said after the last byte was read: it was right. */
     atomic_thread_fence(memory_order_acquire);
     if (atomic_load_explicit(&reader->ring->stopped, memory_order_relaxed))

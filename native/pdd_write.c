@@ -47,6 +47,7 @@ void pdd_take_write(struct pdd_port *port, struct write *write)
     list_init(&write->link);
     port->live[write->slot] = write;
     write->peer = pdd_find_peer(port, write->spec.peer);
+    write->copier = pdd_find_copier(port, write->peer, write->spec.memory);
     write->watch = pdd_find_watch(port, write->spec.watch);
     if (port->failed) {
         write->error = port->failed;
@@ -163,9 +164,9 @@ static int post_next(struct pdd_port *port, struct write *write)
 {
     struct peer *peer = write->peer;
     struct path *path;
-    if (peer->copier && pdd_copier_takes(port, peer->copier, write) && pdd_copier_ready(port, peer->copier)) {
+    if (write->copier && pdd_copier_ready(port, write->copier)) {
         peer->stuck_since_ns = 0; /* a copier that hangs is given up by itself, and then the NICs are tried */
-        return pdd_post_copy(port, peer->copier, write);
+        return pdd_post_copy(port, write->copier, write);
     }
     while ((path = pdd_choose_path(port, peer))) {
         int rc = pdd_post_message(port, path, write);
@@ -209,8 +210,6 @@ static unsigned post_peer(struct pdd_port *port, struct peer *peer)
     }
     if (num_posted)
         peer->stuck_since_ns = 0;
-    if (num_posted && peer->copier)
-        pdd_announce_copies(peer->copier);
     return num_posted;
 }
 
@@ -223,10 +222,12 @@ unsigned pdd_post(struct pdd_port *port)
         if (!peer->place.handle)
             continue;
         if (list_empty(&peer->ready))
-            peer->stuck_since_ns = 0;
+            pdd_rest_peer(peer);
         else
             num_posted += post_peer(port, peer);
     }
+    if (num_posted && port->copying)
+        pdd_announce_copies(port);
     return num_posted;
 }
 

@@ -185,6 +185,29 @@ static void test_a_peer_that_falls_silent(void)
     CHECK(!fake_num_open());
 }
 
+/* What a path refused before its last write was cancelled is not held against it later. */
+static void test_a_path_that_was_busy_before_it_was_idle(void)
+{
+    fake_start(6, (struct fake_odds){.busy = 1000});
+    struct side source = open_side("fake", "a", false), target = open_side("fake", "a", false);
+    uint32_t peer = meet(&source, &target.memory);
+    submit(&source, peer, 0, PAGES);
+    while (!stats_of(&source).num_busy)
+        poll(NULL, 0, 1);
+    CHECK(!pdd_cancel(source.port, 0) && take_ends(&source, 1) == 1);
+    poll(NULL, 0, 20); /* it sleeps by now */
+    fake_skip_ns(6 * 1000000000ull);
+    uint64_t num_busy = stats_of(&source).num_busy;
+    submit(&source, peer, 0, PAGES);
+    for (int i = 0; i < CHECK_PATIENCE_MS && stats_of(&source).num_busy < num_busy + 3; i++)
+        poll(NULL, 0, 1);
+    fake_calm();
+    CHECK(!take_ends(&source, 1) && !stats_of(&source).num_failed_paths);
+    close_side(&source);
+    close_side(&target);
+    CHECK(!fake_num_open());
+}
+
 /* Over shm a path is never closed: what fails to be posted there must not be tried for ever. */
 static void test_a_path_that_stays_open_and_takes_nothing(void)
 {
@@ -290,6 +313,75 @@ static void test_strangers_do_not_outlive_a_registration(void)
     }
     close_side(&source);
     close_side(&target);
+}
+
+static void wait_for_fds(int number)
+{
+    for (int i = 0; i < CHECK_PATIENCE_MS && count_fds() != number; i++)
+        poll(NULL, 0, 1);
+    CHECK(count_fds() == number);
+}
+
+/* Copies leave an EAGAIN in the progress thread's errno, which libfabric 1.17 takes for its own. */
+static void test_connections_that_come_and_go_leave_nothing(void)
+{
+    struct side source = open_side("net,tcp", "127.0.0.1", true), target = open_side("net,tcp", "127.0.0.1", true);
+    uint32_t peer = meet(&source, &target.memory);
+    for (int i = 0; i < 3; i++) {
+        submit(&source, peer, 0, PAGES);
+        CHECK(!take_ends(&source, 1));
+    }
+    int num_fds = count_fds();
+    for (int i = 0; i < 10; i++) {
+        int end = connect_to(&target.memory);
+        poll(NULL, 0, 10); /* it has been accepted */
+        close(end);
+        poll(NULL, 0, 10);
+    }
+    wait_for_fds(num_fds);
+    close_side(&source);
+    close_side(&target);
+}
+
+/* Half a message, and gone: libfabric 1.17 says for ever that there is something. */
+static void test_a_connection_that_breaks_off_costs_no_core(void)
+{
+    static const uint8_t request[48] = {3};
+    struct side source = open_side("net,tcp", "127.0.0.1", false), target = open_side("net,tcp", "127.0.0.1", false);
+    uint32_t peer = meet(&source, &target.memory);
+    for (int i = 0; i < 3; i++) {
+        int end = connect_to(&target.memory);
+        CHECK(send(end, request, sizeof request, MSG_NOSIGNAL) == sizeof request);
+        poll(NULL, 0, 50);
+        close(end);
+    }
+    poll(NULL, 0, 100);
+    uint64_t num_wakeups = stats_of(&target).num_wakeups;
+    poll(NULL, 0, 500);
+    CHECK(stats_of(&target).num_wakeups - num_wakeups < 2000);
+    for (int i = 0; i < 10; i++) {
+        submit(&source, peer, 0, PAGES);
+        CHECK(!take_ends(&source, 1));
+    }
+    close_side(&source);
+    close_side(&target);
+}
+
+static void test_a_port_that_closes_takes_its_strangers_along(void)
+{
+    enum { STRANGERS = 20 };
+    int num_fds = count_fds(), ends[STRANGERS];
+    struct side side = open_side("net,tcp", "127.0.0.1", false), other = open_side("net,tcp", "127.0.0.1", false);
+    for (int i = 0; i < STRANGERS; i++)
+        ends[i] = connect_to(&side.memory);
+    uint32_t peer = meet(&other, &side.memory); /* served, so the strangers' connections were taken too */
+    submit(&other, peer, 0, PAGES);
+    CHECK(!take_ends(&other, 1));
+    close_side(&side);
+    close_side(&other);
+    for (int i = 0; i < STRANGERS; i++)
+        close(ends[i]);
+    CHECK(count_fds() == num_fds);
 }
 
 /* ---- a peer that is killed ---- */
@@ -410,7 +502,11 @@ int main(void)
     test_a_path_that_stays_open_and_takes_nothing();
     test_registrations_that_fail();
     test_a_machine_without_copies();
+    test_a_path_that_was_busy_before_it_was_idle();
     test_strangers_do_not_outlive_a_registration();
+    test_connections_that_come_and_go_leave_nothing();
+    test_a_connection_that_breaks_off_costs_no_core();
+    test_a_port_that_closes_takes_its_strangers_along();
     puts("ok");
     return 0;
 }

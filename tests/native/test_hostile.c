@@ -9,6 +9,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -179,18 +180,12 @@ static bool say(struct stranger *stranger, const void *bytes, size_t num_bytes, 
     return sendmsg(stranger->socket, &header, MSG_NOSIGNAL) == (ssize_t)num_bytes;
 }
 
-static bool say_hello(const struct bench *bench, struct stranger *stranger)
+static bool say_hello(const struct bench *bench, struct stranger *stranger, uint64_t length_bytes)
 {
-    struct copy_message hello = {.kind = COPY_HELLO, .version = COPY_VERSION};
-    const int fds[] = {stranger->ring_fd, stranger->bells[0], stranger->bells[1]};
+    struct copy_message hello = {.kind = COPY_HELLO, .version = COPY_VERSION, .length_bytes = length_bytes};
+    const int fds[] = {stranger->ring_fd, stranger->bells[0], stranger->bells[1], stranger->source_fd};
     memcpy(hello.token, bench->address.token, sizeof hello.token);
-    return say(stranger, &hello, sizeof hello, fds, 3);
-}
-
-static bool say_source(struct stranger *stranger, uint32_t handle, int fd, uint64_t length_bytes)
-{
-    struct copy_message source = {.kind = COPY_SOURCE, .source = handle, .length_bytes = length_bytes};
-    return say(stranger, &source, sizeof source, &fd, 1);
+    return say(stranger, &hello, sizeof hello, fds, 4);
 }
 
 static void expect_hung_up(struct stranger *stranger)
@@ -207,10 +202,7 @@ static void ring_bell(struct stranger *stranger)
     CHECK(write(stranger->bells[0], &one, sizeof one) == sizeof one);
 }
 
-static struct copy_job good_job(uint32_t source)
-{
-    return (struct copy_job){.source = source, .immediate = 7 << 20, .length_bytes = PAGE};
-}
+static struct copy_job good_job(void) { return (struct copy_job){.immediate = 7 << 20, .length_bytes = PAGE}; }
 
 static void put_job(struct stranger *stranger, struct copy_job job)
 {
@@ -234,9 +226,9 @@ static void test_a_stranger_with_the_token_is_served(void)
     struct stranger stranger;
     setup(&bench);
     connect_stranger(&bench, &stranger);
-    CHECK(say_hello(&bench, &stranger) && say_source(&stranger, 5, stranger.source_fd, ARENA));
+    CHECK(say_hello(&bench, &stranger, ARENA));
     for (uint32_t i = 1; i <= 3 * COPY_JOBS; i++) {
-        put_job(&stranger, good_job(5));
+        put_job(&stranger, good_job());
         if (i % (COPY_JOBS / 4) == 0)
             wait_for_head(&stranger, i);
     }
@@ -253,8 +245,8 @@ static void test_bad_jobs(void)
     setup(&bench);
     for (int round = 0; round < 60; round++) {
         uint64_t before = num_errors(bench.target), number = below(2) ? wild[below(6)] : any_number();
-        struct copy_job job = good_job(5);
-        switch (round % 6) {
+        struct copy_job job = good_job();
+        switch (round % 5) {
         case 0:
             job.source_offset_bytes = number < ARENA - PAGE + 1 ? ARENA : number;
             break;
@@ -264,17 +256,14 @@ static void test_bad_jobs(void)
         case 2:
             job.length_bytes = number <= ARENA ? 0 : number;
             break;
-        case 3:
-            job.source = (uint32_t)any_number() | 8;
-            break;
         default:
             break;
         }
         connect_stranger(&bench, &stranger);
-        CHECK(say_hello(&bench, &stranger) && say_source(&stranger, 5, stranger.source_fd, ARENA));
-        if (round % 6 == 4)
+        CHECK(say_hello(&bench, &stranger, ARENA));
+        if (round % 5 == 3)
             atomic_store(&stranger.ring->stopped, 1 + (uint32_t)any_number());
-        if (round % 6 == 5)
+        if (round % 5 == 4)
             atomic_store(&stranger.ring->tail, COPY_JOBS + 1 + (uint32_t)below(~0u - COPY_JOBS - 1));
         put_job(&stranger, job);
         expect_hung_up(&stranger);
@@ -293,10 +282,10 @@ static void test_a_ring_of_noise(void)
     setup(&bench);
     for (int round = 0; round < 20; round++) {
         connect_stranger(&bench, &stranger);
-        CHECK(say_hello(&bench, &stranger) && say_source(&stranger, 5, stranger.source_fd, ARENA));
+        CHECK(say_hello(&bench, &stranger, ARENA));
         for (int i = 0; i < 2000; i++) {
             uint32_t at = atomic_load(&stranger.ring->tail);
-            struct copy_job job = good_job(5);
+            struct copy_job job = good_job();
             if (below(64) == 0)
                 job.target_offset_bytes = any_number();
             stranger.ring->jobs[at % COPY_JOBS] = job;
@@ -340,48 +329,39 @@ static int bad_fd(void)
 /* Each has something that no port says; none may leave a descriptor behind. */
 static void say_something_wrong(const struct bench *bench, struct stranger *stranger, int round)
 {
-    struct copy_message message = {.kind = COPY_HELLO, .version = COPY_VERSION};
-    int fds[MAX_SENT] = {stranger->ring_fd, stranger->bells[0], stranger->bells[1], -1, -1, -1, -1, -1}, bad = bad_fd();
-    for (int i = 3; i < MAX_SENT; i++)
+    struct copy_message message = {.kind = COPY_HELLO, .version = COPY_VERSION, .length_bytes = ARENA};
+    int fds[MAX_SENT] = {stranger->ring_fd, stranger->bells[0], stranger->bells[1], stranger->source_fd}, bad = bad_fd();
+    for (int i = 4; i < MAX_SENT; i++)
         fds[i] = bad;
     memcpy(message.token, bench->address.token, sizeof message.token);
-    switch (round % 10) {
+    switch (round % 8) {
     case 0: /* more descriptors, and less */
-        say(stranger, &message, sizeof message, fds, 4 + (uint32_t)below(4));
+        say(stranger, &message, sizeof message, fds, 5 + (uint32_t)below(3));
         break;
     case 1:
-        say(stranger, &message, sizeof message, fds, (uint32_t)below(3));
+        say(stranger, &message, sizeof message, fds, (uint32_t)below(4));
         break;
     case 2:
         message.token[below(sizeof message.token)] ^= 1;
-        say(stranger, &message, sizeof message, fds, 3);
+        say(stranger, &message, sizeof message, fds, 4);
         break;
     case 3:
         message.version++;
-        say(stranger, &message, sizeof message, fds, 3);
+        say(stranger, &message, sizeof message, fds, 4);
         break;
-    case 4: /* what is not a ring, or not a bell */
-        fds[below(3)] = bad;
-        say(stranger, &message, sizeof message, fds, 3);
+    case 4: /* what is not a ring, not a bell, or not a source */
+        fds[below(4)] = bad;
+        say(stranger, &message, sizeof message, fds, 4);
         break;
     case 5: /* twice */
-        say_hello(bench, stranger);
-        say_hello(bench, stranger);
+        say_hello(bench, stranger, ARENA);
+        say_hello(bench, stranger, ARENA);
         break;
     case 6: /* longer and shorter */
-        say(stranger, &message, below(2) ? sizeof message - 1 : 1, fds, 3);
+        say(stranger, &message, below(2) ? sizeof message - 1 : 1, fds, 4);
         break;
-    case 7: /* a source before the hello */
-        say_source(stranger, 5, stranger->source_fd, ARENA);
-        break;
-    case 8: /* ... and one that is none, or longer than it is */
-        say_hello(bench, stranger);
-        say_source(stranger, 5, below(2) ? bad : stranger->source_fd, ARENA + 1 + any_number());
-        break;
-    default: /* ... and too many */
-        say_hello(bench, stranger);
-        for (uint32_t i = 0; i <= COPY_SOURCES; i++)
-            say_source(stranger, i, stranger->source_fd, ARENA);
+    default: /* a source that is longer than it is */
+        say_hello(bench, stranger, below(2) ? ARENA + 1 + any_number() : 0);
     }
     close(bad);
 }
@@ -436,7 +416,7 @@ static struct copy_ring *take_ring(int end, int *bell)
     uint8_t control[256];
     struct msghdr header = {
         .msg_iov = &data, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
-    int fds[3];
+    int fds[4];
     uint64_t one = 1;
     CHECK(recvmsg(end, &header, MSG_CMSG_CLOEXEC) == sizeof message && message.kind == COPY_HELLO);
     CHECK(CMSG_FIRSTHDR(&header)->cmsg_len == CMSG_LEN(sizeof fds));
@@ -446,6 +426,7 @@ static struct copy_ring *take_ring(int end, int *bell)
     CHECK(ftruncate(fds[0], 0)); /* sealed: nobody takes it from under the writer */
     close(fds[0]);
     close(fds[1]);
+    close(fds[3]);
     *bell = fds[2];
     atomic_store(&ring->accepted, 1);
     CHECK(write(*bell, &one, sizeof one) == sizeof one);
@@ -545,6 +526,125 @@ static void test_a_target_that_never_lets_in_is_reached_over_nics(void)
     teardown(&bench);
 }
 
+/* ---- one memory and another ---- */
+static uint8_t *add_memory(struct bench *bench, int seals, struct pdd_memory *memory)
+{
+    int fd = make_memfd(ARENA, seals);
+    uint8_t *map = mmap(NULL, ARENA, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    CHECK(map != MAP_FAILED && !register_host(bench->source, (uint64_t)map, ARENA, fd, memory));
+    close(fd);
+    return map;
+}
+
+static void submit_layers(struct bench *bench, uint64_t token, const struct pdd_memory *memory, uint8_t *base,
+                          uint32_t num_layers)
+{
+    static const uint32_t pages[8] = {1, 5, 3, 9, 7, 2, 12, 10};
+    static const struct pdd_piece whole = {0, 0, PAGE};
+    const struct pdd_write write = {
+        .token = token,
+        .source_base = (uint64_t)base,
+        .source_page_bytes = PAGE,
+        .target_page_bytes = PAGE,
+        .peer = bench->peer,
+        .memory = memory->memory,
+        .immediate = 9 << 20,
+        .num_layers = num_layers,
+        .num_pages = 8,
+        .num_pieces = 1,
+        .source_pages = pages,
+        .target_pages = pages,
+        .pieces = &whole,
+    };
+    CHECK(!pdd_submit(bench->source, &write));
+}
+
+/* What the target cannot map it gets over NICs, and copies of the rest go on. */
+static void test_a_memory_that_can_shrink_harms_no_other(void)
+{
+    struct bench bench;
+    struct pdd_memory other;
+    setup(&bench);
+    probe(&bench);
+    uint8_t *map = add_memory(&bench, 0, &other);
+    for (uint64_t i = 0; i < 400; i++)
+        submit_layers(&bench, i, i == 200 ? &other : &bench.source_memory, i == 200 ? map : bench.from, 1);
+    for (int i = 0; i < 400; i++) {
+        struct pdd_event event = next_event(bench.source);
+        CHECK(event.kind == PDD_WRITE_DONE && (!event.error || event.token == 200));
+    }
+    CHECK(is_copied_to(&bench, bench.peer));
+    probe(&bench);
+    munmap(map, ARENA);
+    teardown(&bench);
+}
+
+static void test_a_memory_that_is_released_ends_its_own_copies_only(void)
+{
+    enum { LAYERS = 20000 };
+    struct bench bench;
+    struct pdd_memory other;
+    setup(&bench);
+    probe(&bench);
+    uint8_t *map = add_memory(&bench, F_SEAL_SHRINK, &other);
+    submit_layers(&bench, 1, &other, map, 1);
+    CHECK(!next_event(bench.source).error);
+    submit_layers(&bench, 2, &bench.source_memory, bench.from, LAYERS);
+    submit_layers(&bench, 3, &other, map, LAYERS);
+    poll(NULL, 0, 2);
+    CHECK(!pdd_release(bench.source, other.memory));
+    for (int i = 0; i < 2; i++) {
+        struct pdd_event event = next_event(bench.source);
+        CHECK(event.kind == PDD_WRITE_DONE && (event.token == 3 || (!event.error && event.num_pieces == 8 * LAYERS)));
+    }
+    munmap(map, ARENA);
+    teardown(&bench);
+}
+
+/* ---- strangers that wait ---- */
+static void test_whoever_says_nothing_is_hung_up_on(void)
+{
+    struct bench bench;
+    struct stranger silent, next;
+    setup(&bench);
+    connect_stranger(&bench, &silent);
+    probe(&bench); /* it has been accepted by now, and may stay for a while */
+    fake_skip_ns(6 * 1000000000ull);
+    connect_stranger(&bench, &next);
+    expect_hung_up(&silent);
+    CHECK(say_hello(&bench, &next, ARENA));
+    put_job(&next, good_job());
+    wait_for_head(&next, 1);
+    leave(&silent);
+    leave(&next);
+    teardown(&bench);
+}
+
+/* Without a descriptor for whoever has come, the port sleeps all the same. */
+static void test_a_connection_that_cannot_be_accepted_costs_nothing(void)
+{
+    struct bench bench;
+    struct rlimit before, none;
+    struct sockaddr_un address;
+    uint32_t bytes;
+    setup(&bench);
+    probe(&bench);
+    pdd_copying_socket_name(bench.address.name, &address, &bytes);
+    int end = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), first_free = dup(end);
+    close(first_free);
+    CHECK(!getrlimit(RLIMIT_NOFILE, &before));
+    none = (struct rlimit){.rlim_cur = (rlim_t)first_free, .rlim_max = before.rlim_max};
+    CHECK(!setrlimit(RLIMIT_NOFILE, &none));
+    uint64_t num_wakeups = stats_of(bench.target).num_wakeups;
+    CHECK(!connect(end, (struct sockaddr *)&address, bytes));
+    poll(NULL, 0, 200);
+    CHECK(stats_of(bench.target).num_wakeups - num_wakeups < 100);
+    CHECK(!setrlimit(RLIMIT_NOFILE, &before));
+    close(end);
+    probe(&bench);
+    teardown(&bench);
+}
+
 int main(void)
 {
     fake_start(2, (struct fake_odds){0});
@@ -554,6 +654,10 @@ int main(void)
     test_bad_messages();
     test_a_target_that_lies();
     test_a_target_that_never_lets_in_is_reached_over_nics();
+    test_a_memory_that_can_shrink_harms_no_other();
+    test_a_memory_that_is_released_ends_its_own_copies_only();
+    test_whoever_says_nothing_is_hung_up_on();
+    test_a_connection_that_cannot_be_accepted_costs_nothing();
     CHECK(!fake_num_open());
     puts("ok");
     return 0;

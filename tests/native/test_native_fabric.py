@@ -68,7 +68,7 @@ class Build:
         return binary
 
     def run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = dict(os.environ)
+        environment = {**os.environ, "IPATH_NO_BACKTRACE": "1"}  # else PSM2 writes a file where a program crashes
         for tool in ("lsan", "tsan"):
             options = f"suppressions={self.folder / tool}:print_suppressions=0"
             environment[f"{tool.upper()}_OPTIONS"] = options
