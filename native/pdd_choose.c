@@ -136,6 +136,7 @@ struct pdd_terms pdd_terms(const struct fi_info *info)
         .device_memory = device_memory,
         .dmabuf = device_memory && info->fabric_attr->api_version >= FI_VERSION(1, 20),
         .requires_p2p = device_memory && is_efa(provider),
+        .listens = !strcmp(provider, "net") || !strcmp(provider, "tcp"),
         .lingers = is_shm(provider),
         .wait_object = wait_object(provider),
     };

@@ -29,6 +29,7 @@ struct pdd_terms {
     bool device_memory;         /* CUDA memory can be registered as what it is */
     bool dmabuf;                /* ... also by a dma-buf */
     bool requires_p2p;          /* the endpoint must be told never to copy device memory through the host */
+    bool listens;               /* endpoints take TCP connections, which are closed while libfabric looks */
     bool lingers;               /* an endpoint works only inside our calls, and is not safe to close: shm */
     enum fi_wait_obj wait_object; /* to try first */
 };

@@ -105,7 +105,7 @@ static void shut_connections(struct endpoint *endpoint)
 int pdd_endpoint_close(struct endpoint *endpoint)
 {
     int rc = 0;
-    if (endpoint->ep && endpoint->cq && endpoint->nic->listens)
+    if (endpoint->ep && endpoint->cq && endpoint->nic->terms.listens)
         shut_connections(endpoint);
     struct fid *fids[] = {
         endpoint->ep ? &endpoint->ep->fid : NULL,
@@ -136,8 +136,6 @@ int pdd_nic_open(struct nic *nic, const char *providers, uint64_t device_caps, c
     if (!nic->info)
         return -ENODATA;
     nic->terms = pdd_terms(nic->info);
-    nic->listens = !strcmp(nic->info->fabric_attr->prov_name, "net") ||
-                   !strcmp(nic->info->fabric_attr->prov_name, "tcp");
     int rc = fi_fabric(nic->info->fabric_attr, &nic->fabric, NULL);
     return rc ? rc : fi_domain(nic->fabric, nic->info, &nic->domain, NULL);
 }

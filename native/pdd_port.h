@@ -95,7 +95,6 @@ struct nic {
     struct fid_domain *domain;
     struct pdd_terms terms;
     bool wakes;   /* its CQs have an fd */
-    bool listens; /* its endpoints take TCP connections, and are closed while others are read */
     size_t address_bytes; /* of its endpoints */
     _Atomic uint64_t num_bytes, num_arrived, num_failed_paths;
 };

@@ -11,13 +11,11 @@ import argparse
 import ctypes
 import select
 import shutil
-import signal
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 import msgspec
@@ -31,7 +29,8 @@ from pdd.bench.machine import describe, this_machine
 from pdd.bench.peers.pair import Arena, Line
 from pdd.bench.plot import check_plot, plot
 from pdd.bench.posting import measure_posting
-from pdd.fabric.libfabric import PROVIDERS, SHARED_MEMORY, LibfabricPort, sweep_dead_endpoints
+from pdd.bench.swept import swept
+from pdd.fabric.libfabric import PROVIDERS, LibfabricPort
 from pdd.fabric.port import CountReached, Piece, Token, Write, WriteDone
 from pdd.memory.arena import SharedMemory
 from pdd.topology.model import Fabric, Provider
@@ -101,7 +100,9 @@ class End:
 
     def wait(self, kind: type[Awaited]) -> Awaited:
         """The next event of a kind."""
-        while select.select([self.port], [], [], PATIENCE_S)[0]:
+        ready = select.poll()
+        ready.register(self.port, select.POLLIN)
+        while ready.poll(PATIENCE_S * 1000):
             for event in self.port.events():
                 if isinstance(event, kind):
                     return event
@@ -190,24 +191,6 @@ def _open(arguments: argparse.Namespace, plan: Plan, stack: ExitStack) -> tuple[
     if arguments.vs and len(left_out) == len(arguments.vs):
         raise OperatorError(f"no peer to compare with: {'; '.join(f'{each.name}: {each.reason}' for each in left_out)}")
     return runners, left_out
-
-
-def _terminated(number: int, _: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
-@contextmanager
-def swept() -> Iterator[None]:
-    """Whatever ends the bench: its processes close their ports first, and endpoints of killed ones are removed."""
-    before = signal.signal(signal.SIGTERM, _terminated)
-    # Loaded with libfabric, PSM2 takes SIGINT and ends the process on the spot. This takes it back.
-    signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
-    sweep_dead_endpoints(SHARED_MEMORY)
-    try:
-        yield
-    finally:
-        sweep_dead_endpoints(SHARED_MEMORY)
-        signal.signal(signal.SIGTERM, before)
 
 
 def _progress(text: str) -> None:

@@ -31,6 +31,7 @@ from pdd.base.errors import FabricError, InvariantBroken, TopologyInvalid
 from pdd.base.ids import Incarnation, PageId, ReplicaName, RequestId
 from pdd.bench.machine import Machine, describe, this_machine
 from pdd.bench.peers.pair import Arena
+from pdd.bench.swept import swept
 from pdd.fabric.libfabric import PROVIDERS, LibfabricPort
 from pdd.fabric.port import ProviderInfo
 from pdd.memory.layout import DTYPE_BYTES, KvLayout
@@ -166,10 +167,12 @@ class Pair:
     def _finish(self) -> Arrived:
         groups = (self.source.group, self.target.group)
         events: list[TransferEvent] = []
+        ready = select.poll()
+        for fileno in (fileno for group in groups for fileno in group.filenos()):
+            ready.register(fileno, select.POLLIN)
         while len(events) < len(groups):
             events += [event for group in groups for event in group.poll()]
-            filenos = [fileno for group in groups for fileno in group.filenos()]
-            if len(events) < len(groups) and not select.select(filenos, [], [], PATIENCE_S)[0]:
+            if len(events) < len(groups) and not ready.poll(PATIENCE_S * 1000):
                 break
         arrived = [event for event in events if isinstance(event, Arrived)]
         if len(arrived) != 1 or not any(isinstance(event, Sent) for event in events):
@@ -385,16 +388,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0: measured. Raises PddError where a provider cannot be opened or the shapes do not fit."""
     machine = this_machine()
-    port = LibfabricPort(arguments.provider)
-    provider = port.info
-    port.close()
+    with swept():
+        port = LibfabricPort(arguments.provider)
+        provider = port.info
+        port.close()
+        results = measure(arguments.provider, arguments)
     report = Report(
         machine=machine,
         provider=provider,
         num_layers=arguments.layers,
         num_tokens=rounded_tokens(arguments),
         num_nics=arguments.nics,
-        results=measure(arguments.provider, arguments),
+        results=results,
     )
     if arguments.json:
         print(msgspec.json.encode(report).decode())

@@ -24,10 +24,11 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from pdd.base.ids import Immediate
-from pdd.bench.fabric import KIB, End, pieces_of, positive, swept
+from pdd.bench.fabric import KIB, End, pieces_of, positive
 from pdd.bench.machine import Machine, describe, this_machine
 from pdd.bench.peers.pair import Line, socket_lines
 from pdd.bench.percentile import percentile
+from pdd.bench.swept import swept
 from pdd.fabric.immediate import NUM_GENERATIONS, pack
 from pdd.fabric.libfabric import PROVIDERS
 from pdd.fabric.port import CountReached, Write, WriteDone

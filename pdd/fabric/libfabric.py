@@ -40,7 +40,7 @@ from pdd.fabric.port import (
     Write,
     WriteDone,
 )
-from pdd.topology.model import Provider
+from pdd.topology.model import Fabric, Provider
 
 PROVIDERS = {
     Provider.TCP: "net,tcp",
@@ -104,7 +104,7 @@ class LibfabricPort:
         providers: str,
         hosts: Sequence[str] = ("127.0.0.1",),
         *,
-        spin_us: int = 0,
+        spin_us: int = Fabric().spin_us,
         copies: bool = False,
         cores: Sequence[int] = (),
         cuda: bool = False,

@@ -6,8 +6,6 @@ counted, nothing was ever posted, or the peer's key is closed (and its late writ
 
 from __future__ import annotations
 
-import errno
-
 from pdd.base.errors import FabricError, InvariantBroken
 from pdd.base.ids import Immediate, Incarnation, RequestId
 from pdd.fabric.immediate import NUM_SLOTS, ImmediateSlots
@@ -75,11 +73,7 @@ class Receiving(Half):
             self.counters.contradictions += 1
         else:
             target.num_posted = num_pieces
-            try:
-                self._port.change_expected(immediate, num_pieces)
-            except FabricError as error:
-                if error.errno != errno.ENOENT:
-                    raise  # else all had arrived, and the event that says so waits for the next poll
+            self._port.change_expected(immediate, num_pieces)  # all may have arrived: the next poll says so
 
     def rejected(self, request: RequestId, immediate: Immediate) -> None:
         """Nothing was or will be posted: Drained."""
@@ -97,9 +91,13 @@ class Receiving(Half):
         grant = self._grants.pop(peer, None)
         if grant is None:
             return
-        self._port.release(grant.memory)
+        fenced = self._port.info.fences
+        try:
+            self._port.release(grant.memory)
+        except FabricError:
+            fenced = False  # nobody knows what that peer can do now: the port has failed, and PortBroken comes
         for target in [it for it in self._targets.values() if it.peer == peer and not it.arrived]:
-            if self._port.info.fences:
+            if fenced:
                 self._drained(target, fenced=True)
             else:
                 target.shut_out = True

@@ -207,7 +207,7 @@ static void test_terms(void)
 {
     struct pdd_terms t = terms_of(&net, V1_17);
     CHECK(t.max_iov == 4 && t.max_in_flight == 128 && t.max_message_bytes == FOREVER && t.key_bytes == 8);
-    CHECK(t.chooses_keys && !t.virtual_addresses && !t.binds_memory && !t.device_memory && !t.lingers);
+    CHECK(t.chooses_keys && !t.virtual_addresses && !t.binds_memory && !t.device_memory && !t.lingers && t.listens);
     CHECK(t.wait_object == FI_WAIT_SET);
     t = terms_of(&rxm, V1_17);
     CHECK(t.chooses_keys && t.wait_object == FI_WAIT_FD && t.max_iov == 4);

@@ -256,6 +256,18 @@ static void test_memory_of_a_device(void)
     CHECK(!strcmp(release(), "close-ep close-av close-cq close-mr "));
 }
 
+/* Who is not fenced may still write: the port says so, and ends. */
+static void test_a_fence_that_fails_fails_the_port(void)
+{
+    struct call request = {0};
+    CHECK(!register_under((struct pdd_terms){.key_bytes = 4, .chooses_keys = true, .wait_object = FI_WAIT_FD}));
+    request.handle = memory.memory;
+    failing = "close-ep";
+    CHECK(pdd_do_release(&port, &request) == -FI_ENOSYS && port.breaking == ENOSYS);
+    failing = "none";
+    port.breaking = 0;
+}
+
 int main(void)
 {
     test_keys_and_addresses();
@@ -263,6 +275,7 @@ int main(void)
     test_an_endpoint_without_a_descriptor_is_closed_all_the_same();
     test_device_memory_must_not_be_copied_through_the_host();
     test_memory_of_a_device();
+    test_a_fence_that_fails_fails_the_port();
     puts("ok");
     return 0;
 }

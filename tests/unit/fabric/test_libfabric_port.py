@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
 import struct
 import subprocess
@@ -96,6 +97,22 @@ def test_measure_gives_a_rate_and_leaves_no_trace(providers: str) -> None:
     assert rate is None or rate > 0.001
     assert port.events() == []
     port.close()
+
+
+def test_measure_works_beyond_the_descriptors_that_select_takes() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("the system lets nobody have so many descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while (fd := os.open(os.devnull, os.O_RDONLY)) < 1024:
+            stack.callback(os.close, fd)
+        stack.callback(os.close, fd)
+        port = LibfabricPort("net,tcp")
+        stack.callback(port.close)
+        assert port.fileno() > 1024
+        measure(port)
 
 
 def test_endpoints_of_the_dead_are_swept_and_of_the_living_are_not(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ class ScriptedPort:
         self.placed: dict[Immediate, int] = {}
         self.busy = False
         self.write_error: FabricError | None = None
+        self.release_error: FabricError | None = None
         self.num_handles = 0
         self.closed = False
         self._fences = fences
@@ -64,6 +65,8 @@ class ScriptedPort:
         return RegisteredMemory(Memory(number), b"endpoint %d" % number)
 
     def release(self, memory: Memory) -> None:
+        if self.release_error is not None:
+            raise self.release_error
         self.released.append(memory)
 
     def add_peer(self, address: bytes) -> Peer:
@@ -130,5 +133,5 @@ class ScriptedPort:
         self.script.append(WriteDone(write.token, error, pieces, pieces * write.pieces[0].length_bytes))
 
     def reach(self, immediate: Immediate, first_s: float = 1.0, last_s: float = 2.0) -> None:
-        self.placed[immediate] = self.expected.pop(immediate)
+        self.placed[immediate] = self.expected[immediate]
         self.script.append(CountReached(immediate, first_s, last_s))

@@ -407,6 +407,17 @@ def test_a_lost_peer_is_fenced_and_others_are_not(port: ScriptedPort, target: Me
         arm(target, R, PREFILLER, 3)
 
 
+def test_a_fence_that_fails_makes_no_page_safe(port: ScriptedPort, target: MessengerGroup) -> None:
+    target.grant(PREFILLER)
+    immediate = arm(target, R, PREFILLER, 3)
+    port.release_error = FabricError("fabric: release memory 1: Device or resource busy", errno.EBUSY)
+    target.revoke(PREFILLER)
+    assert target.poll() == []
+    assert target.check() == []
+    target.close()
+    assert target.poll() == [Drained(request=R, immediate=immediate, fenced=True)], "nothing is open any more"
+
+
 def test_without_fences_time_must_pass() -> None:
     port = ScriptedPort(fences=False)
     target = group(port)
