@@ -10,6 +10,7 @@
 
 static const uint64_t YIELD_NS = 200 * 1000;               /* EAGAIN is mostly short: sleeping at once spoils the p99 */
 static const uint64_t MAX_RETRY_NS = 20 * 1000000;         /* ... and for a dead peer it lasts for ever */
+static const uint64_t IDLE_NS = 1000000000;                /* whoever is wanted is asked far more often */
 static const uint64_t CHECK_EVERY_NS = 250 * 1000000;
 
 /* It is opened by the first message: a peer whose pages are copied needs none. */
@@ -105,22 +106,16 @@ bool pdd_has_open_path(const struct peer *peer)
 }
 
 /* ---- one message ---- */
-/* The longer a path has refused, the longer until it is asked again: a quarter of that time. */
+/* The longer a path has refused, the longer until it is asked again: a quarter of that time. What it refused before
+ * nothing was wanted of it for a while is not held against it. */
 static void stall(struct pdd_port *port, struct path *path)
 {
     add_stat(&port->stats.num_busy, 1);
-    if (!path->stalled_since_ns)
+    if (!path->stalled_since_ns || port->now_ns - path->refused_ns > IDLE_NS)
         path->stalled_since_ns = port->now_ns;
+    path->refused_ns = port->now_ns;
     uint64_t refused_ns = port->now_ns - path->stalled_since_ns;
     path->retry_ns = port->now_ns + (refused_ns < YIELD_NS ? 1 : least(refused_ns / 4, MAX_RETRY_NS));
-}
-
-/* Nothing is wanted of a peer: what its paths refused before is not held against them when something is. */
-void pdd_rest_peer(struct peer *peer)
-{
-    peer->stuck_since_ns = 0;
-    for (uint32_t i = 0; i < peer->num_paths; i++)
-        peer->paths[i].stalled_since_ns = peer->paths[i].retry_ns = 0;
 }
 
 /* Posts the next message of a write. -EAGAIN: the path took nothing, and is asked again later. */
@@ -239,7 +234,8 @@ void pdd_fail_peers(struct pdd_port *port, int error)
 static bool is_silent(const struct path *path, uint64_t now_ns)
 {
     return (num_in_flight(path) && now_ns - path->progress_ns > MAX_SILENCE_NS) ||
-           (path->stalled_since_ns && now_ns - path->stalled_since_ns > MAX_SILENCE_NS);
+           (path->stalled_since_ns && now_ns - path->refused_ns < IDLE_NS &&
+            now_ns - path->stalled_since_ns > MAX_SILENCE_NS);
 }
 
 /* Gives up the paths on which nothing has moved for long. Returns how many: what waited for them must be looked at

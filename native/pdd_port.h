@@ -177,6 +177,7 @@ struct path {
     uint32_t num_free;
     uint64_t bytes_in_flight; /* what is left of PATH_BYTES is its credit */
     uint64_t stalled_since_ns; /* 0: not stalled. libfabric says EAGAIN since then */
+    uint64_t refused_ns;       /* ... the last time */
     uint64_t retry_ns;         /* ... and is asked again then */
     uint64_t progress_ns;      /* last completion, or first message after a pause */
     struct retry reopen;
@@ -367,7 +368,6 @@ void pdd_path_close(struct pdd_port *port, struct path *path);
 bool pdd_path_busy(const struct path *path);
 struct path *pdd_choose_path(struct pdd_port *port, struct peer *peer);
 bool pdd_has_open_path(const struct peer *peer);
-void pdd_rest_peer(struct peer *peer);
 int pdd_post_message(struct pdd_port *port, struct path *path, struct write *write);
 bool pdd_complete(struct pdd_port *port, struct path *path, const void *context, int error);
 bool pdd_fail_path(struct pdd_port *port, struct path *path, int error);

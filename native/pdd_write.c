@@ -222,7 +222,7 @@ unsigned pdd_post(struct pdd_port *port)
         if (!peer->place.handle)
             continue;
         if (list_empty(&peer->ready))
-            pdd_rest_peer(peer);
+            peer->stuck_since_ns = 0;
         else
             num_posted += post_peer(port, peer);
     }

@@ -17,7 +17,7 @@ def _terminated(number: int, _: FrameType | None) -> None:
 @contextmanager
 def swept() -> Iterator[None]:
     """Whatever ends the bench: its processes close their ports first, and endpoints of killed ones are removed."""
-    before = signal.signal(signal.SIGTERM, _terminated)
+    before = {number: signal.signal(number, _terminated) for number in (signal.SIGTERM, signal.SIGHUP)}
     # Loaded with libfabric, PSM2 takes SIGINT and ends the process on the spot. This takes it back.
     signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
     sweep_dead_endpoints(SHARED_MEMORY)
@@ -25,4 +25,5 @@ def swept() -> Iterator[None]:
         yield
     finally:
         sweep_dead_endpoints(SHARED_MEMORY)
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

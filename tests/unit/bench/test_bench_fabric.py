@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 
 from pdd.base.errors import FabricUnavailable, OperatorError
-from pdd.bench import fabric, plot
+from pdd.bench import fabric, plot, swept
 from pdd.bench.compare import Report
 from pdd.bench.contender import Running
 from pdd.bench.peers.pair import Took
@@ -108,13 +109,13 @@ def test_both_processes_close_their_ports_at_the_end(monkeypatch: pytest.MonkeyP
             return super().turn(page_bytes, num_pages, count)
 
     monkeypatch.setattr(fabric, "Running", Watched)
-    monkeypatch.setattr(fabric, "sweep_dead_endpoints", lambda _: [])
+    monkeypatch.setattr(swept, "sweep_dead_endpoints", lambda _: [])
     assert run("--provider", "shm") == 0
     assert len(pids) == 2
     assert not endpoints(pids)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_bench_that_is_stopped_leaves_no_endpoints(number: signal.Signals) -> None:
     command = [sys.executable, "-m", "pdd.bench", "fabric", "--provider", "shm", "--rounds", "1000000", *TINY[:5]]
     pids: list[int] = []
@@ -130,9 +131,24 @@ def test_a_bench_that_is_stopped_leaves_no_endpoints(number: signal.Signals) -> 
     assert not endpoints(pids)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_transfer_that_is_stopped_leaves_no_endpoints(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "pdd.bench", "transfer", "--from", "tp1", "--to", "tp1", "--provider", "shm"]
+    command += ["--rounds", "1000000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as bench:
+        while not endpoints([bench.pid]):
+            with pytest.raises(subprocess.TimeoutExpired):
+                bench.wait(0.01)
+        time.sleep(0.1)
+        bench.send_signal(number)
+        assert bench.communicate(timeout=30)[1] == b""
+    assert bench.returncode == 128 + number
+    assert not endpoints([bench.pid])
+
+
 def test_what_killed_processes_left_is_swept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(fabric, "SHARED_MEMORY", tmp_path)
-    with fabric.swept():
+    monkeypatch.setattr(swept, "SHARED_MEMORY", tmp_path)
+    with swept.swept():
         (tmp_path / "pdd-99999999:0:1").touch()
         (tmp_path / f"pdd-{os.getpid()}:0:1").touch()
     assert [path.name for path in tmp_path.iterdir()] == [f"pdd-{os.getpid()}:0:1"]

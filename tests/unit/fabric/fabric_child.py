@@ -13,8 +13,14 @@ from typing import Any
 from fabric_bench import open_kind
 
 from pdd.base.ids import Immediate
+from pdd.fabric.immediate import NUM_SLOTS, pack
 from pdd.fabric.port import CountReached, Memory, Peer, Piece, RegisteredMemory, Token, Write, WriteDone
 from pdd.memory.arena import SharedMemory
+
+
+def immediate(number: int) -> Immediate:
+    """Of a write, by its number: any slot is used again after all others."""
+    return pack(number % NUM_SLOTS, number // NUM_SLOTS)
 
 
 class Child:
@@ -42,7 +48,7 @@ class Child:
                 token=Token(number),
                 peer=Peer(peer),
                 memory=Memory(self.memory.memory),
-                immediate=Immediate(number << 20),
+                immediate=immediate(number),
                 num_layers=1,
                 source_base=self.address,
                 source_layer_bytes=0,
@@ -64,12 +70,12 @@ class Child:
         return [(end.token, end.error, end.num_pieces) for end in found]
 
     def expect(self, number: int, num_pieces: int) -> None:
-        self.port.expect(Immediate(number << 20), num_pieces)
+        self.port.expect(immediate(number), num_pieces)
 
     def counted(self, number: int, patience_s: float) -> bool:
         """Waits until the write of that number has arrived whole."""
         while select.select([self.port], [], [], patience_s)[0]:
-            if any(isinstance(it, CountReached) and it.immediate == number << 20 for it in self.port.events()):
+            if any(isinstance(it, CountReached) and it.immediate == immediate(number) for it in self.port.events()):
                 return True
         return False
 
