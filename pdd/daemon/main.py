@@ -21,7 +21,7 @@ from pdd.daemon.log_stream import LogStream
 from pdd.daemon.node import Node
 from pdd.daemon.rank import executor_configs
 from pdd.daemon.readiness import readiness, standstill
-from pdd.daemon.replica import Replica
+from pdd.daemon.replica import Replica, try_fabric
 from pdd.daemon.service import Notifier, on_signals
 from pdd.daemon.supervisor import Supervisor
 from pdd.engine.pack import PackedModel
@@ -139,6 +139,8 @@ class Daemon:
         topology, node = self._topology, self._node
         runs: list[asyncio.Task[None]] = []
         try:
+            for config in topology.replicas(self._name).values():
+                try_fabric(config, topology.fabric, self._hosts(config))
             for name, config in topology.replicas(self._name).items():
                 supervisor = Supervisor(node, name, partial(self._start_replica, name, config))
                 stack.push_async_callback(supervisor.stop)
@@ -154,13 +156,17 @@ class Daemon:
                 run.cancel()
             await asyncio.gather(*runs, return_exceptions=True)
 
+    def _hosts(self, config: ReplicaConfig) -> tuple[tuple[str, ...], ...]:
+        """Of each rank's NICs."""
+        return port_hosts(config, self._topology.nodes[self._name].host, self._topology.fabric.provider)
+
     async def _start_replica(self, name: ReplicaName, config: ReplicaConfig) -> Replica:
         topology, node = self._topology, self._node
         return await Replica.start(
             name,
             config,
             self._model,
-            hosts=port_hosts(config, topology.nodes[self._name].host, topology.fabric.provider),
+            hosts=self._hosts(config),
             progress_cores=local_progress_cores(topology, self._name, config),
             run_dir=make_run_dir(topology),
             fabric=topology.fabric,

@@ -82,8 +82,6 @@ class Replica:
     ) -> Replica:
         """Starts the executors, waits for their models, and opens the fabric: on `hosts`, with progress threads on
         `progress_cores`, for each rank. Raises PddError; OSError when the system has nothing left to start it with."""
-        if config.role is not Role.COLOCATED:
-            _try_fabric(fabric, hosts)
         ranks = await _start_ranks(name, config, model, run_dir, limits.load_s)
         work = asyncio.Event()
         tp, dp = config.parallel.tp, config.parallel.dp
@@ -249,12 +247,6 @@ async def _start_ranks(
         rendezvous.unlink(missing_ok=True)
 
 
-def _try_fabric(fabric: Fabric, hosts: tuple[tuple[str, ...], ...]) -> None:
-    """A provider or a NIC that is not there is told of before a model is loaded for minutes. Raises PddError."""
-    for of_rank in hosts:
-        LibfabricPort.open(fabric.provider, of_rank, spin_us=0, copies=False).close()
-
-
 def _open_fabric(
     one: ReplicaSet, ranks: list[Rank], fabric: Fabric, hosts: tuple[tuple[str, ...], ...], progress_cores: CpuLists
 ) -> None:
@@ -288,6 +280,13 @@ def _messengers(one: ReplicaSet, ranks: list[Rank], ports: list[LibfabricPort]) 
             watch = port.watch(counter.address, wakes[number].fd)
         messengers.append(Messenger(port, rank.layout, rank.arena.address, watch, arena_fd=rank.arena.fd))
     return messengers
+
+
+def try_fabric(config: ReplicaConfig, fabric: Fabric, hosts: tuple[tuple[str, ...], ...]) -> None:
+    """At a daemon's start: a provider that is not there is told of before a model is loaded for minutes. Raises
+    FabricUnavailable."""
+    for of_rank in hosts if config.role is not Role.COLOCATED else ():
+        LibfabricPort.open(fabric.provider, of_rank, spin_us=0, copies=False).close()
 
 
 async def _exit_of(handle: ExecutorHandle) -> PddError:
