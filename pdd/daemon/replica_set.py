@@ -245,12 +245,12 @@ class ReplicaSet:
     @property
     def copied_bytes(self) -> int:
         """KV that was copied from prefillers of this machine, since the start."""
-        return sum(port.statistics()["num_copied_bytes"] for port in self._ports)
+        return self.fabric_counters().get("copied_bytes", 0)
 
     @property
     def failed_copies(self) -> int:
         """Times that a rank's way of copies to a peer was given up, for a while, since the start."""
-        return sum(port.statistics()["num_failed_copiers"] for port in self._ports)
+        return self.fabric_counters().get("failed_copiers", 0)
 
     def fabric_counters(self) -> dict[str, int]:
         """What the ports of all ranks have counted since they were opened, by name (`messages`, `wakeups`, ...)."""
